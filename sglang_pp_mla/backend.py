@@ -1,0 +1,74 @@
+"""``triton_pp``: SGLang's Triton attention backend, built by a stage that knows which layers are its own.
+
+Imported only by the factory of :mod:`sglang_pp_mla.fixes.triton_pp`, in a process that has SGLang.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+from sglang_pp_mla.probes import held_layers, stage_local_probes
+from sglang_pp_mla.stage import Stage
+
+logger = logging.getLogger("sglang_pp_mla")
+
+
+class TritonPPAttnBackend(TritonAttnBackend):
+    """``TritonAttnBackend`` for one pipeline stage.
+
+    ``model_runner`` and the other arguments are those of the release's own class. Raises ``ValueError``,
+    naming rank and layers, for a stage the Triton kernels cannot serve: one with no attention layer, or
+    one whose layers differ in the size of their value heads.
+    """
+
+    def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+        stage = stage_of(model_runner)
+        pool = model_runner.token_to_kv_pool
+        refuse_without_attention(stage, pool)
+        with stage_local_probes(pool):
+            super().__init__(model_runner, *args, **kwargs)
+        refuse_mixed_value_heads(stage, pool, {self.v_head_dim, getattr(self, "swa_v_head_dim", None)})
+        if not kwargs.get("skip_prefill"):
+            logger.info("%s", self.describe(stage, model_runner.model_config))
+
+    def describe(self, stage: Stage, model_config: Any) -> str:
+        """One line for the log of a rank."""
+        parts = [f"{self.num_head} heads"]
+        if self.use_mla:
+            parts.append(f"latent {model_config.kv_lora_rank} + rope {model_config.qk_rope_head_dim}")
+        else:
+            parts.append(f"{self.num_kv_head} KV heads")
+        parts.append(f"value head {self.v_head_dim}")
+        parts.append(f"at most {self.max_kv_splits} KV splits")
+        return f"triton_pp {stage}: {', '.join(parts)}"
+
+
+def stage_of(model_runner: Any) -> Stage:
+    """The stage of a runner; its layer range stands in ``layer_info`` from 0.5.16 on, before on the runner."""
+    layers = getattr(model_runner, "layer_info", model_runner)
+    group = model_runner.pp_group
+    return Stage(group.rank_in_group, group.world_size, layers.start_layer, layers.end_layer)
+
+
+def refuse_without_attention(stage: Stage, pool: Any) -> None:
+    mapping = getattr(pool, "full_attention_layer_id_mapping", None)
+    if mapping is not None and not mapping:
+        raise ValueError(
+            f"{stage} holds no full-attention layer, so triton_pp has nothing to build there; "
+            "move a stage boundary with SGLANG_PP_LAYER_PARTITION or lower --pp-size."
+        )
+
+
+def refuse_mixed_value_heads(stage: Stage, pool: Any, served: set[int | None]) -> None:
+    """The decode kernel strides its partial results by one value-head size for all layers of a buffer."""
+    for layer_id in held_layers(pool):
+        size = pool.get_value_buffer(layer_id).shape[-1]
+        if size not in served:
+            expected = " or ".join(str(each) for each in served if each is not None)
+            raise ValueError(
+                f"{stage} has a value head of {size} on layer {layer_id} where the Triton kernels expect "
+                f"{expected}; move the boundary with SGLANG_PP_LAYER_PARTITION so that a stage's layers agree."
+            )

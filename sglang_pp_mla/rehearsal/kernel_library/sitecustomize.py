@@ -1,0 +1,86 @@
+"""Answer ``sgl_kernel`` in the processes of a rehearsal, which have no GPU to load the real one on.
+
+The folder of this file goes on ``PYTHONPATH`` of those processes and of no others. It imports nothing
+outside the standard library, and nothing of SGLang.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+
+_LIBRARY = "sgl_kernel"
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class _Absent:
+    """Something of the kernel library. It can be imported, named in a type and looked into; not called."""
+
+    def __init__(self, path):
+        self.__dict__["_path"] = path
+
+    def __call__(self, *args, **kwargs):
+        raise RuntimeError(
+            f"{self._path} was called on rank-local CPU work, but a rehearsal replaces the CUDA kernel "
+            "library; run this model or option on a GPU, or report it to sglang-pp-mla."
+        )
+
+    def __getattr__(self, name):
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        return _Absent(f"{self._path}.{name}")
+
+    def __or__(self, other):
+        return object
+
+    __ror__ = __or__
+
+    def __mro_entries__(self, bases):
+        return (object,)
+
+    def __repr__(self):
+        return f"<{self._path}, absent in a rehearsal>"
+
+
+class _AbsentModule(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        return _Absent(f"{self.__name__}.{name}")
+
+
+class _Finder:
+    """Meta-path finder and loader of the replacement, for the library and all its submodules."""
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name == _LIBRARY or name.startswith(_LIBRARY + "."):
+            # Every one is a package, so that any submodule a release asks for is found as well.
+            return importlib.machinery.ModuleSpec(name, cls, origin="rehearsal", is_package=True)
+        return None
+
+    @staticmethod
+    def create_module(spec):
+        return _AbsentModule(spec.name)
+
+    @staticmethod
+    def exec_module(module):
+        return None
+
+
+def _run_the_shadowed_one():
+    """Run the ``sitecustomize`` that Python would have found had this folder not been put first."""
+    others = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if spec is None or spec.loader is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sitecustomize"] = module
+    spec.loader.exec_module(module)
+
+
+sys.meta_path.insert(0, _Finder)
+_run_the_shadowed_one()

@@ -1,0 +1,135 @@
+"""Arm the fixes: decide for each whether it acts, and keep the record of what was decided."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import wrapt
+
+from sglang_pp_mla.fixes import BUILT_IN, Changes, Fix, Unrecognised
+from sglang_pp_mla.wiring import autoload
+
+DISABLE = "SGLANG_PP_MLA_DISABLE"
+
+logger = logging.getLogger("sglang_pp_mla")
+
+
+@dataclass
+class Decision:
+    """What became of a fix in this process.
+
+    ``state`` is ``armed`` (its SGLang module is not imported yet), ``applied``, ``not needed``,
+    ``unrecognised`` (SGLang was left alone) or ``disabled``; ``detail`` says why, in words.
+    """
+
+    fix: Fix
+    state: str
+    detail: str
+
+
+_decisions: dict[str, Decision] = {}
+_lock = threading.RLock()
+
+
+def decisions() -> tuple[Decision, ...]:
+    """The record of this process, one entry a fix, in the order they were armed."""
+    return tuple(_decisions.values())
+
+
+def arm() -> None:
+    """Register the built-in fixes now and other packages' when ``sglang.srt`` appears."""
+    with _lock:
+        if _decisions:
+            return
+        for fix in BUILT_IN:
+            arm_fix(fix)
+    wrapt.register_post_import_hook(_arm_plugins, "sglang.srt")
+    wrapt.register_post_import_hook(lambda _sglang: autoload.stand_down(), "sglang")
+
+
+def arm_fix(fix: Fix) -> None:
+    """Register one fix; a second fix of the same name is refused."""
+    if fix.name in _decisions:
+        raise ValueError(f"There are two fixes called {fix.name!r}; uninstall or rename one.")
+    if is_disabled(fix.name, os.environ.get(DISABLE, "")):
+        _decisions[fix.name] = Decision(fix, "disabled", f"by {DISABLE}={os.environ[DISABLE]}")
+        return
+    _decisions[fix.name] = Decision(fix, "armed", "waits for " + ", ".join(fix.changes))
+    for module_name in fix.changes:
+        wrapt.register_post_import_hook(partial(_on_import, fix, module_name), module_name)
+
+
+def is_disabled(name: str, setting: str) -> bool:
+    """Whether ``SGLANG_PP_MLA_DISABLE=setting`` turns the fix ``name`` off."""
+    words = {word.strip().lower() for word in setting.split(",")}
+    return name in words or bool(words & {"1", "true", "yes", "all"})
+
+
+def _arm_plugins(_sglang_srt: ModuleType) -> None:
+    from sglang_pp_mla.wiring.plugins import fixes_of_plugins
+
+    for fix in fixes_of_plugins():
+        try:
+            arm_fix(fix)
+        except Exception:
+            logger.exception("The fix %s of another package could not be armed; SGLang is as it was.", fix)
+
+
+def _on_import(fix: Fix, module_name: str, module: ModuleType) -> None:
+    """Apply a fix to a module just imported. Whatever goes wrong, the import itself must succeed."""
+    with _lock:
+        decision = _decisions[fix.name]
+        try:
+            places = _evidence(fix)
+            if not places:
+                if decision.state == "armed":
+                    decision.state, decision.detail = "not needed", "its fault is not in this SGLang"
+                return
+            with Changes() as changes:
+                fix.changes[module_name](module, changes)
+                changes.keep()
+        except Unrecognised as reason:
+            _leave_alone(decision, module_name, str(reason))
+        except Exception as error:
+            _leave_alone(decision, module_name, f"{type(error).__name__}: {error}", error)
+        else:
+            if decision.state != "unrecognised":
+                decision.state, decision.detail = "applied", "found in " + ", ".join(places)
+
+
+def _leave_alone(decision: Decision, module_name: str, reason: str, error: Exception | None = None) -> None:
+    decision.state, decision.detail = "unrecognised", f"{module_name}: {reason}"
+    logger.warning(
+        "The fix %s does not recognise this SGLang (%s in %s) and left that module as it was; "
+        "report it with SGLang's version, or silence it with %s=%s.",
+        decision.fix.name,
+        reason,
+        module_name,
+        DISABLE,
+        decision.fix.name,
+        exc_info=error,
+    )
+
+
+_evidence_of: dict[str, list[str]] = {}
+
+
+def _evidence(fix: Fix) -> list[str]:
+    """The evidence of a fix, read once a process and only when a module of its own is imported."""
+    if fix.name not in _evidence_of:
+        _evidence_of[fix.name] = fix.evidence(_sglang_root())
+    return _evidence_of[fix.name]
+
+
+def _sglang_root() -> Path:
+    # Not an import: this runs inside one, possibly of another thread's SGLang.
+    return Path(next(iter(sys.modules["sglang"].__path__)))
+
+
