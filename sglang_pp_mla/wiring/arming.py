@@ -50,8 +50,8 @@ def arm() -> None:
             return
         for fix in BUILT_IN:
             arm_fix(fix)
+    _mention_unknown_names(os.environ.get(DISABLE, ""))
     wrapt.register_post_import_hook(_arm_plugins, "sglang.srt")
-    wrapt.register_post_import_hook(lambda _sglang: autoload.stand_down(), "sglang")
 
 
 def arm_fix(fix: Fix) -> None:
@@ -68,11 +68,20 @@ def arm_fix(fix: Fix) -> None:
 
 def is_disabled(name: str, setting: str) -> bool:
     """Whether ``SGLANG_PP_MLA_DISABLE=setting`` turns the fix ``name`` off."""
-    words = {word.strip().lower() for word in setting.split(",")}
-    return name in words or bool(words & {"1", "true", "yes", "all"})
+    words = _words(setting)
+    return name in words or bool(words & _EVERYTHING)
+
+
+_EVERYTHING = {"1", "true", "yes", "all"}
+_NOTHING = {"", "0", "false", "no"}
+
+
+def _words(setting: str) -> set[str]:
+    return {word.strip().lower() for word in setting.split(",")}
 
 
 def _arm_plugins(_sglang_srt: ModuleType) -> None:
+    autoload.stand_down()
     from sglang_pp_mla.wiring.plugins import fixes_of_plugins
 
     for fix in fixes_of_plugins():
@@ -80,6 +89,18 @@ def _arm_plugins(_sglang_srt: ModuleType) -> None:
             arm_fix(fix)
         except Exception:
             logger.exception("The fix %s of another package could not be armed; SGLang is as it was.", fix)
+
+
+def _mention_unknown_names(setting: str) -> None:
+    """A misspelt fix would stay on in silence. Plugins' fixes are armed later, so this is no error."""
+    unknown = _words(setting) - _EVERYTHING - _NOTHING - _decisions.keys()
+    if unknown:
+        logger.warning(
+            "%s names %s, which is no fix of this package (%s); it has no effect unless a plugin has it.",
+            DISABLE,
+            ", ".join(sorted(unknown)),
+            ", ".join(_decisions),
+        )
 
 
 def _on_import(fix: Fix, module_name: str, module: ModuleType) -> None:

@@ -24,7 +24,7 @@ class ArmOnSGLang:
 
 
 def stand_down() -> None:
-    """Leave the import system; called once ``sglang`` is imported, when no search is under way."""
+    """Leave the import system; called once ``sglang.srt`` is imported, when no search is under way."""
     if ArmOnSGLang in sys.meta_path:
         sys.meta_path.remove(ArmOnSGLang)
 
