@@ -32,8 +32,7 @@ def stages_of(counts: tuple[int, ...]) -> tuple[Stage, ...]:
     """The stages of a partition that gives rank ``i`` its ``counts[i]`` layers."""
     ends = list(accumulate(counts))
     return tuple(
-        Stage(rank, len(counts), end - count, end)
-        for rank, (count, end) in enumerate(zip(counts, ends, strict=True))
+        Stage(rank, len(counts), end - count, end) for rank, (count, end) in enumerate(zip(counts, ends, strict=True))
     )
 
 
@@ -56,9 +55,7 @@ def parse_partition(text: str, num_layers: int, pp_size: int) -> tuple[Stage, ..
         )
     for rank, count in enumerate(counts):
         if count < 1:
-            raise ValueError(
-                f"The partition {text!r} gives rank {rank} {count} layers; every rank needs at least one."
-            )
+            raise ValueError(f"The partition {text!r} gives rank {rank} {count} layers; every rank needs at least one.")
     if sum(counts) != num_layers:
         raise ValueError(
             f"The partition {text!r} adds up to {sum(counts)} layers but the model has {num_layers}; "

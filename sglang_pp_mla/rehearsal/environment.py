@@ -126,6 +126,8 @@ def rehearsal_environment(
     environment = dict(os.environ)
     environment.pop("SGLANG_PP_LAYER_PARTITION", None)
     environment.pop("SGLANG_CPU_OMP_THREADS_BIND", None)
+    # Without bytecode on disk each stage compiles all of SGLang and torch anew, a minute of CPU time.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     cpus = sorted(os.sched_getaffinity(0))
     ranks = pp_size * tp_size
     environment.update(

@@ -59,13 +59,16 @@ def stage_step(line: str) -> tuple[int, str] | None:
     return None
 
 
-def find_death(lines: Sequence[str]) -> Death | None:
-    """The first scheduler's traceback in a log, or the last traceback of any kind; None if it has none."""
+def find_death(lines: Sequence[str], *, of_stages_only: bool = False) -> Death | None:
+    """The first scheduler's traceback in a log, or else the last traceback of any kind; None if it has none.
+
+    ``of_stages_only`` leaves out the latter, which in the log of something that still runs may be harmless.
+    """
     for number, line in enumerate(lines):
         match = _SCHEDULER_DIED.search(line)
         if match:
             return Death(rank_of(line), "\n".join([match["rest"], *_block(lines[number + 1 :])]))
-    for number in range(len(lines) - 1, -1, -1):
+    for number in range(-1 if of_stages_only else len(lines) - 1, -1, -1):
         at = lines[number].find("Traceback (most recent call last)")
         if at >= 0:
             head = lines[number][at:]

@@ -25,8 +25,6 @@ from sglang_pp_mla.stage import parse_partition
 OnProgress = Callable[[Progress], None]
 
 _WORKER = Path(__file__).with_name("worker.py")
-_LAST_LINES = 15
-
 DEFAULT_TIMEOUT_S = 600.0
 
 ENGINE_ARGUMENTS: Mapping[str, Any] = {
@@ -76,9 +74,7 @@ class EngineRun:
 class EngineFailure(RehearsalError):
     """The engine or server died or took too long. Attributes as in :class:`EngineRun`."""
 
-    def __init__(
-        self, message: str, *, log: str, rank: int | None, traceback: str, timed_out: bool = False
-    ) -> None:
+    def __init__(self, message: str, *, log: str, rank: int | None, traceback: str, timed_out: bool = False) -> None:
         super().__init__(message)
         self.log = log
         self.rank = rank
@@ -92,21 +88,34 @@ def _failure(lines: Sequence[str], what: str, code: int | None) -> EngineFailure
         last = next((line for line in reversed(lines) if line.strip()), "nothing was logged")
         return EngineFailure(
             f"{what} ended with status {code} and no traceback; the last line of its log is: {last}",
-            log="\n".join(lines), rank=None, traceback="",
-        )  # fmt: skip
+            log="\n".join(lines),
+            rank=None,
+            traceback="",
+        )
     reason = death.traceback.rstrip().splitlines()[-1]
     where = f"stage PP{death.rank}" if death.rank is not None else "a process of it"
     return EngineFailure(
         f"{what} died: {where} raised {reason}; the traceback has the place.",
-        log="\n".join(lines), rank=death.rank, traceback=death.traceback,
-    )  # fmt: skip
+        log="\n".join(lines),
+        rank=death.rank,
+        traceback=death.traceback,
+    )
 
 
 def _too_slow(lines: Sequence[str], what: str, timeout_s: float) -> EngineFailure:
+    # A stage may have died without the others noticing.
+    death = find_death(lines, of_stages_only=True)
+    remedy = "give it more time or fewer layers"
+    if death is not None:
+        rank = "a stage" if death.rank is None else f"stage PP{death.rank}"
+        remedy = f"{rank} had raised {death.traceback.rstrip().splitlines()[-1]} before"
     return EngineFailure(
-        f"{what} took longer than {timeout_s:g} s and was ended; give it more time or fewer layers.",
-        log="\n".join(lines), rank=None, traceback="", timed_out=True,
-    )  # fmt: skip
+        f"{what} took longer than {timeout_s:g} s and was ended; {remedy}.",
+        log="\n".join(lines),
+        rank=death.rank if death else None,
+        traceback=death.traceback if death else "",
+        timed_out=True,
+    )
 
 
 def _prepare(
@@ -134,9 +143,7 @@ def _prepare(
             f"use a pipeline size of at most {layers}."
         )
     installation = find_sglang(python, env)
-    return rehearsal_environment(
-        installation, pp_size=pp_size, tp_size=tp_size, partition=partition, extra=env
-    )
+    return rehearsal_environment(installation, pp_size=pp_size, tp_size=tp_size, partition=partition, extra=env)
 
 
 def _line_handler(on_progress: OnProgress | None, began: float) -> Callable[[str], None] | None:
@@ -157,9 +164,15 @@ class EngineSession:
     """A running engine. Made by :func:`engine`."""
 
     def __init__(
-        self, process: KeptProcess, requests: int, events: queue.Queue[dict[str, Any] | None], deadline: float,
-        timeout_s: float, began: float, on_progress: OnProgress | None,
-    ) -> None:  # fmt: skip
+        self,
+        process: KeptProcess,
+        requests: int,
+        events: queue.Queue[dict[str, Any] | None],
+        deadline: float,
+        timeout_s: float,
+        began: float,
+        on_progress: OnProgress | None,
+    ) -> None:
         self._process = process
         self._requests = requests
         self._events = events
@@ -223,8 +236,10 @@ class EngineSession:
                     reason = event["traceback"].rstrip().splitlines()[-1]
                     failure = EngineFailure(
                         f"The engine refused to start or to answer: {reason}",
-                        log=failure.log, rank=None, traceback=event["traceback"],
-                    )  # fmt: skip
+                        log=failure.log,
+                        rank=None,
+                        traceback=event["traceback"],
+                    )
                 raise failure
             if self._on_progress is not None:
                 seconds = time.monotonic() - self._began
@@ -320,17 +335,31 @@ def run_engine(
     ready_s: float | None = None
     try:
         with engine(
-            model, pp_size=pp_size, partition=partition, attention_backend=attention_backend, python=python,
-            timeout_s=timeout_s, engine_args=engine_args, env=env, on_progress=on_progress,
-        ) as session:  # fmt: skip
+            model,
+            pp_size=pp_size,
+            partition=partition,
+            attention_backend=attention_backend,
+            python=python,
+            timeout_s=timeout_s,
+            engine_args=engine_args,
+            env=env,
+            on_progress=on_progress,
+        ) as session:
             ready_s = session.ready_s
             answers = session.generate(prompts, max_new_tokens=max_new_tokens)
             return EngineRun(ready_s, answers, session.answers_s, False, False, "", None, "", session.log)
     except EngineFailure as failure:
         return EngineRun(
-            ready_s, (), None, True, failure.timed_out, str(failure), failure.rank, failure.traceback,
+            ready_s,
+            (),
+            None,
+            True,
+            failure.timed_out,
+            str(failure),
+            failure.rank,
+            failure.traceback,
             failure.log,
-        )  # fmt: skip
+        )
 
 
 class Server:
@@ -415,9 +444,12 @@ def server(
     arguments.setdefault("skip_server_warmup", True)
     port = _free_port()
     arguments |= {
-        "model_path": os.fspath(model), "pp_size": pp_size, "attention_backend": attention_backend,
-        "host": "127.0.0.1", "port": port,
-    }  # fmt: skip
+        "model_path": os.fspath(model),
+        "pp_size": pp_size,
+        "attention_backend": attention_backend,
+        "host": "127.0.0.1",
+        "port": port,
+    }
     began = time.monotonic()
     process = KeptProcess(
         [python, *served_by, *_flags(arguments)], env=environment, on_line=_line_handler(on_progress, began)

@@ -191,9 +191,7 @@ def _shrink_plain(small: Config, source: Config, heads: int) -> None:
 
 
 def _shrink_experts(small: Config, source: Config, experts: int) -> None:
-    total = next(
-        (key for key in ("n_routed_experts", "num_experts", "num_local_experts") if source.get(key)), None
-    )
+    total = next((key for key in ("n_routed_experts", "num_experts", "num_local_experts") if source.get(key)), None)
     if total is None:
         return
     small[total] = min(experts, source[total])

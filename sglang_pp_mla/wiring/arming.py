@@ -152,5 +152,3 @@ def _evidence(fix: Fix) -> list[str]:
 def _sglang_root() -> Path:
     # Not an import: this runs inside one, possibly of another thread's SGLang.
     return Path(next(iter(sys.modules["sglang"].__path__)))
-
-

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+import sglang_pp_mla
+
+ROOT = Path(sglang_pp_mla.__file__).parents[1]
 
 FAULTY = {
     "sglang/__init__.py": "",

@@ -24,8 +24,8 @@ class _Absent:
 
     def __call__(self, *args, **kwargs):
         raise RuntimeError(
-            f"{self._path} was called on rank-local CPU work, but a rehearsal replaces the CUDA kernel "
-            "library; run this model or option on a GPU, or report it to sglang-pp-mla."
+            f"{self._path} was called, but a rehearsal has no CUDA kernel library; run this model or option "
+            "on a GPU, or rehearse it with options whose CPU path does without."
         )
 
     def __getattr__(self, name):
