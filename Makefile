@@ -1,0 +1,48 @@
+# Nothing but make, Python 3.11 and the package registry is needed: tools/env makes what the targets run in.
+SHELL := /bin/bash
+RELEASES ?= 0.5.11 0.5.23
+DEMO_RELEASE ?= 0.5.11
+PYTEST_ARGS ?=
+
+PYTHON := $(shell for p in python3.11 python3 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
+ENV = $(or $(PYTHON),$(error No Python on PATH: install Python 3.11 and try again)) tools/env
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint env bench clean
+
+help: ## what there is to make
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+
+demo: ## the crash and the cure, on four CPU stages of the real server
+	@python="$$($(ENV) $(DEMO_RELEASE))" && "$$python" -m sglang_pp_mla.cli demo
+
+# Every release is gone through even where one fails; -P keeps the clone off sys.path, so that the wheel is tested.
+define on_every_release
+status=0; for release in $(RELEASES); do \
+	printf '\n=== SGLang %s ===\n' "$$release"; \
+	python="$$($(ENV) $$release)" && "$$python" -P $(1) || status=1; \
+done; exit $$status
+endef
+
+test: ## all tests but the longest, on every SGLang release that has an environment
+	@$(call on_every_release,-m pytest -v --durations=15 -m "not longest" $(PYTEST_ARGS))
+
+test-all: ## all tests
+	@$(call on_every_release,-m pytest -v --durations=15 $(PYTEST_ARGS))
+
+bench: ## start-up, arming and decode steps, with and without this package
+	@$(call on_every_release,benchmarks/overhead.py)
+
+lint: ## ruff, mypy and the rules of the house
+	@python="$$($(ENV) lint)" && bin="$${python%/*}" && status=0; \
+	for check in "ruff check" "ruff format --check" "mypy" "lint-imports --no-logo"; do \
+		printf '\n=== %s ===\n' "$$check"; "$$bin"/$$check || status=1; \
+	done; exit $$status
+
+env: ## make the environments, and print their interpreters
+	@for release in $(RELEASES); do $(ENV) $$release || exit; done
+
+clean: ## delete what the targets left in the clone; `tools/env --remove RELEASE` deletes an environment
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
