@@ -1,0 +1,267 @@
+"""The parts of a rehearsal that need no engine: processes, environment, log reading, bad calls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_pp_mla.rehearsal import (
+    KERNEL_LIBRARY,
+    RehearsalError,
+    engine,
+    find_sglang,
+    rehearsal_environment,
+    run_engine,
+    shrink,
+)
+from sglang_pp_mla.rehearsal.environment import cpu_sets, wants_cpu_sets
+from sglang_pp_mla.rehearsal.processes import KeptProcess, marked
+from sglang_pp_mla.rehearsal.progress import find_death, stage_step
+from sglang_pp_mla.rehearsal.tokenizer import words
+
+ROOT = Path(__file__).parents[2]
+
+# Leaves a child in the same session, one that turned daemon, and stays itself.
+BROOD = """
+import os, subprocess, sys, time
+subprocess.Popen(["sleep", "600"])
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        subprocess.Popen(["sleep", "600"], env={})
+        time.sleep(600)
+    os._exit(0)
+print("ready", flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+def wait_until(condition: Any, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.05)
+
+
+def below(pid: int) -> list[int]:
+    import psutil
+
+    return [process.pid for process in psutil.Process(pid).children(recursive=True)]
+
+
+def gone(pids: list[int]) -> bool:
+    import psutil
+
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                return False
+        except psutil.NoSuchProcess:
+            pass
+    return True
+
+
+def test_stopping_leaves_nothing_not_even_what_shed_its_environment() -> None:
+    kept = KeptProcess([sys.executable, "-c", BROOD, "600"], env=dict(os.environ))
+    wait_until(lambda: "ready" in kept.log)
+    wait_until(lambda: len(kept.pids()) >= 4)
+    pids = kept.pids() + below(kept.pids()[0])
+    kept.stop()
+    assert marked(kept.identity) == []
+    assert gone(pids)
+
+
+def test_a_command_that_ends_takes_all_with_it() -> None:
+    kept = KeptProcess([sys.executable, "-c", BROOD, "1"], env=dict(os.environ))
+    assert kept.wait(30) == 0
+    assert marked(kept.identity) == []
+    kept.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_caller_that_dies_leaves_nothing(number: int, tmp_path: Path) -> None:
+    script = tmp_path / "caller.py"
+    script.write_text(
+        textwrap.dedent(f"""
+            import os, sys, time
+            from sglang_pp_mla.rehearsal.processes import KeptProcess
+            kept = KeptProcess([sys.executable, "-c", {BROOD!r}, "600"], env=dict(os.environ))
+            while "ready" not in kept.log:
+                time.sleep(0.05)
+            print(kept.identity, os.environ.get("x"), flush=True)
+            time.sleep(600)
+        """)
+    )
+    caller = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert caller.stdout is not None
+    identity = caller.stdout.readline().split()[0]
+    assert marked(identity)
+    caller.send_signal(number)
+    caller.wait(20)
+    wait_until(lambda: not marked(identity))
+
+
+def test_a_command_that_cannot_run_says_so() -> None:
+    kept = KeptProcess(["/no/such/program"], env=dict(os.environ))
+    assert kept.wait(20) == 127
+    assert "/no/such/program" in kept.log
+
+
+def test_importing_costs_neither_torch_nor_sglang() -> None:
+    code = (
+        "import sys, sglang_pp_mla.rehearsal, sglang_pp_mla.rehearsal.reference;"
+        "print([name for name in ('torch', 'sglang', 'transformers', 'triton') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_replacement_library_imports_and_raises_when_called(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.other_ran = True")
+    code = """
+import sys
+import sgl_kernel, sgl_kernel.some.thing
+from sgl_kernel.scalar_type import ScalarType, scalar_types
+from typing import Optional
+kind = Optional[ScalarType], ScalarType | None, scalar_types.uint4b8
+assert sys.other_ran and not hasattr(sgl_kernel, "__version__")
+try:
+    sgl_kernel.gemm.fp8(1)
+except RuntimeError as error:
+    print(error)
+"""
+    path = os.pathsep.join([str(KERNEL_LIBRARY), str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "sgl_kernel.gemm.fp8" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("cpus", "ranks", "wanted"),
+    [
+        ([0, 1], 4, "0|0|1|1"),
+        ([0, 1], 2, "0|1"),
+        ([0, 1, 2, 3], 2, "0,1|2,3"),
+        ([5], 3, "5|5|5"),
+        ([0, 1, 2], 2, "0|1,2"),
+    ],
+)
+def test_cpus_are_shared_out(cpus: list[int], ranks: int, wanted: str) -> None:
+    assert cpu_sets(cpus, ranks) == wanted
+
+
+def test_no_rank_and_no_cpu_are_refused() -> None:
+    with pytest.raises(ValueError, match="0 ranks"):
+        cpu_sets([0], 0)
+    with pytest.raises(ValueError, match="0 CPUs"):
+        cpu_sets([], 2)
+
+
+def test_the_environment_suits_the_installed_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", "1,2,3")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    installed = find_sglang()
+    made = rehearsal_environment(installed, pp_size=4, extra={"SGLANG_PP_MLA_DISABLE": "1"})
+    assert made["PYTHONPATH"] == f"{KERNEL_LIBRARY}{os.pathsep}/mine"
+    assert made["SGLANG_PP_MLA_DISABLE"] == "1"
+    assert "SGLANG_PP_LAYER_PARTITION" not in made
+    assert "PYTHONDONTWRITEBYTECODE" not in made
+    sets = made.get("SGLANG_CPU_OMP_THREADS_BIND")
+    assert (sets is not None) == wants_cpu_sets(installed.folder)
+    assert sets is None or sets.count("|") == 3
+
+
+def test_an_interpreter_without_sglang_is_named() -> None:
+    import venv
+
+    python = Path(venv.__file__).parents[3] / "bin" / "python3"
+    bare = next((str(one) for one in (Path(sys.base_prefix, "bin", "python3"), python) if one.exists()), sys.executable)
+    with pytest.raises(RehearsalError, match="pip install sglang") as raised:
+        find_sglang(bare, {"PYTHONNOUSERSITE": "1", "PYTHONPATH": ""})
+    assert bare in str(raised.value)
+
+
+def test_an_interpreter_that_does_not_run_is_named() -> None:
+    with pytest.raises(RehearsalError, match="/no/such/python"):
+        find_sglang("/no/such/python")
+
+
+LOG = """\
+[2026-11-29 14:38:27 PP2] Load weight begin. avail mem=5 GB
+[2026-11-29 14:38:36 PP2] Scheduler hit an exception: Traceback (most recent call last):
+  File "scheduler.py", line 3918, in run_scheduler_process
+    scheduler = Scheduler(
+IndexError: list index out of range
+
+[2026-11-29 14:38:36] Received sigquit from a child process. It usually means the child failed.
+[2026-11-29 14:38:36 PP7] Scheduler hit an exception: Traceback (most recent call last):
+ValueError: later
+""".splitlines()
+
+
+def test_the_first_stage_to_die_is_found() -> None:
+    death = find_death(LOG)
+    assert death is not None
+    assert death.rank == 2
+    assert death.traceback.splitlines()[0] == "Traceback (most recent call last):"
+    assert death.traceback.splitlines()[-1] == "IndexError: list index out of range"
+    assert find_death(["nothing", "here"]) is None
+    assert stage_step(LOG[0]) == (2, "loading weights")
+    assert stage_step(LOG[2]) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"pp_size": 2, "partition": "4,4"}, "adds up to 8"),
+        ({"pp_size": 2, "partition": "7,0"}, "rank 1"),
+        ({"pp_size": 3, "partition": "4,3"}, "3"),
+        ({"pp_size": 8}, "7 layers cannot fill 8 stages"),
+        ({"pp_size": 0}, "at least one stage"),
+    ],
+)
+def test_a_partition_that_does_not_add_up_starts_nothing(
+    options: dict[str, Any], says: str, kimi: dict[str, Any], tmp_path: Path
+) -> None:
+    import json
+
+    (tmp_path / "config.json").write_text(json.dumps(shrink(kimi, layers=7)))
+    with pytest.raises(ValueError, match=says), engine(tmp_path, **options):
+        pass
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json cannot be read"):
+        run_engine(tmp_path, [[1]])
+
+
+def test_words_are_one_a_token() -> None:
+    vocabulary = words(512)
+    assert len(vocabulary) == len(set(vocabulary)) == 512
+    assert vocabulary[:3] == ["<s>", "</s>", "<unk>"]
