@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 _MARK = "_answers_with_local_layers"
@@ -29,7 +29,6 @@ def held_layers(pool: Any) -> Sequence[int]:
     return range(start, start + count)
 
 
-@cache
 def buffer_getters(pool_type: type) -> tuple[str, ...]:
     """Names of the methods ``get_*_buffer(self, layer_id, ...)`` of a pool class."""
     names = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from importlib.metadata import entry_points
 
 import pluggy
@@ -31,7 +32,8 @@ def fixes_of_plugins() -> list[Fix]:
     fixes: list[Fix] = []
     for implementation in manager.hook.sglang_pp_mla_fixes.get_hookimpls():
         try:
-            fixes.extend(implementation.function())
+            named: Iterable[Fix] = implementation.function()  # type: ignore[assignment]
+            fixes.extend(named)
         except Exception:
             logger.exception("The plugin %s failed to name its fixes; it is left out.", implementation.plugin_name)
     return fixes
