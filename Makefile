@@ -4,6 +4,9 @@ RELEASES ?= 0.5.11 0.5.23
 DEMO_RELEASE ?= 0.5.11
 PYTEST_ARGS ?=
 
+# Where this is set, every process compiles SGLang and torch anew, a minute of CPU time each.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON := $(shell for p in python3.11 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 ENV = $(or $(PYTHON),$(error No Python on PATH: install Python 3.11 and try again)) tools/env

@@ -248,6 +248,7 @@ class Release:
             "gpu_id": 0,
             "tp_rank": 0,
             "tp_size": 1,
+            "ps": types.SimpleNamespace(tp_rank=0, tp_size=1),
             "dtype": torch.float32,
             "kv_cache_dtype": torch.float32,
             "page_size": 1,

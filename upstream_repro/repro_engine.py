@@ -312,7 +312,8 @@ def report(args, text: str, expired: bool) -> int:
         return DIED
     print("No answer within the time allowed." if expired else "The engine ended for another reason.")
     lines = found[0]["trace"].splitlines() if found else text.splitlines()
-    print("\n".join(lines[-25:]))
+    # One line of a log can be thousands of characters of settings.
+    print("\n".join(line[:300] for line in lines[-25:]))
     return INCONCLUSIVE
 
 

@@ -1,12 +1,14 @@
 """The environment in which the real engine runs on a CPU.
 
-What is set and why was measured on the releases from 0.5.3 to 0.5.23:
+What is set, and why, as found on SGLang 0.5.11 and 0.5.23:
 
 ===============================  ==========================================================================
 ``TRITON_INTERPRET``             Triton's own interpreter runs the attention kernels
 ``SGLANG_USE_CPU_ENGINE``        SGLang takes its CPU path
 ``SGLANG_NCCL_SO_PATH``          a file that does not exist, so the pipeline group uses Gloo
 ``SGLANG_CPU_OMP_THREADS_BIND``  one CPU set a rank, on releases that count every rank (0.5.19 and later)
+``TORCH_COMPILE_DISABLE``        functions SGLang marks for torch.compile run as they are: compiling them in
+                                 every process takes longer than all that a rehearsal asks of them
 ``PYTHONPATH``                   the replacement for the CUDA kernel library comes first
 ===============================  ==========================================================================
 """
@@ -136,6 +138,7 @@ def rehearsal_environment(
         SGLANG_NCCL_SO_PATH="/nonexistent.so",
         # The stages share the machine; threads of their own would only take turns on the same cores.
         OMP_NUM_THREADS=str(max(1, len(cpus) // ranks)),
+        TORCH_COMPILE_DISABLE="1",
         HF_HUB_OFFLINE="1",
         PYTHONUNBUFFERED="1",
     )

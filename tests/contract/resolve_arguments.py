@@ -2,7 +2,8 @@
 
 ``python resolve_arguments.py RESULT.json`` imports SGLang once on a machine that it takes for one with GPUs,
 then resolves the whole table in forks, one for each machine and spelling, so that whatever SGLang remembers
-between two resolutions is the same for both names. The module itself imports only the standard library.
+between two resolutions is the same for both names. SGLang's commands are asked for their help in further forks.
+The module itself imports only the standard library.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import runpy
 import sys
 import tempfile
 import types
@@ -76,9 +78,13 @@ def table() -> dict[str, Case]:
             arguments["attention_backend"] = BACKEND
         cases[title] = Case(model, machine, arguments)
 
-    for machine in MACHINES:
-        for model in ("mla", "mha", "linear", "sinks", "sliding"):
-            add(f"{model} on {machine}", model, machine)
+    for model in ("mla", "mha", "linear", "sinks", "sliding"):
+        add(f"{model} on hopper", model, "hopper")
+        add(f"{model} on cpu", model, "cpu")
+    for model in ("mla", "linear", "sinks"):
+        add(f"{model} on blackwell", model, "blackwell")
+    add("mla on workstation", "mla", "workstation")
+    add("sinks on workstation", "sinks", "workstation")
     add("fp8 weights", "mla-fp8", "blackwell")
     add("sparse MLA", "sparse")
     add("sparse MLA on blackwell", "sparse", "blackwell")
@@ -119,6 +125,7 @@ def table() -> dict[str, Case]:
     add("two batches at once", "mla", enable_two_batch_overlap=True, tp_size=2, ep_size=2)
     add("linear without radix", "linear", disable_radix_cache=True)
     add("linear, extra buffer", "linear", mamba_scheduler_strategy="extra_buffer")
+    add("linear, extra buffer, newer name", "linear", mamba_radix_cache_strategy="extra_buffer")
     add("linear, pp 2", "linear", pp_size=2, page_size=64)
     lora = {"enable_lora": True, "max_lora_rank": 16}
     add("LoRA", "mha", **lora, lora_target_modules=["q_proj", "v_proj"])
@@ -364,19 +371,44 @@ def ways(_: object) -> dict[str, Any]:
     return found
 
 
+COMMANDS = ("python -m sglang.launch_server", "sglang serve")
+
+
+def help_of(command: str) -> str:
+    """What one of SGLang's own commands prints for ``--help``."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        if command == "sglang serve":
+            script = Path(sys.executable).with_name("sglang")
+            sys.argv = [str(script), "serve", "--help"]
+            runpy.run_path(str(script), run_name="__main__")
+        else:
+            sys.argv = ["launch_server", "--help"]
+            runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+    return printed.getvalue()
+
+
 def main(path: str) -> None:
     pretend("hopper")
+    import msgspec
     import sglang.srt.configs.model_config
     import sglang.srt.server_args  # noqa: F401
 
+    # Worked out anew on every call, a third of the time of a resolution, and never any different.
+    msgspec.structs.fields = functools.cache(msgspec.structs.fields)
     caches[:] = remembered()
     gc.freeze()  # a collection in a fork would copy all of this process's memory
     work = [(machine, spelling) for machine in MACHINES for spelling in ("triton", "triton_pp")]
     work.append(("hopper", "untranslated"))
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
         spelled = pool.map_async(ways, [None], chunksize=1)
+        printed = pool.map_async(help_of, COMMANDS, chunksize=1)
         resolved = pool.map(resolve_table, work, chunksize=1)
-        answer: dict[str, Any] = {"ways": spelled.get()[0], "cases": {}}
+        answer: dict[str, Any] = {
+            "ways": spelled.get()[0],
+            "help": dict(zip(COMMANDS, printed.get(), strict=True)),
+            "cases": {},
+        }
     for (_machine, spelling), outcomes in zip(work, resolved, strict=True):
         for title, each in outcomes.items():
             answer["cases"].setdefault(title, {})[spelling] = each

@@ -18,57 +18,58 @@ from typing import Any
 import pytest
 
 from sglang_pp_mla.rehearsal.environment import KERNEL_LIBRARY
-from tests.contract.resolve_arguments import FLAGS, TELLING, table
+from tests.contract.resolve_arguments import COMMANDS, FLAGS, TELLING, table
 
 NAME = "triton_pp"
 TYPO = "triton_pq"
-SCRIPTS = Path(sys.executable).parent
-LAUNCH = [sys.executable, "-m", "sglang.launch_server"]
-COMMANDS = {
-    "launch_server --help": ([*LAUNCH, "--help"], ""),
-    "sglang serve --help": ([str(SCRIPTS / "sglang"), "serve", "--help"], ""),
-    "disabled": ([*LAUNCH, "--model-path", "dummy", "--attention-backend", NAME], "1"),
-}
 
-
-def start(command: list[str], folder: Path, disable: str = "") -> subprocess.Popen[str]:
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "COLUMNS": "100",
-        "PYTHONPATH": str(KERNEL_LIBRARY),
-        "SGLANG_PP_MLA_DISABLE": disable,
-    }
-    with open(folder / "stderr", "w") as errors, open(folder / "stdout", "w") as output:
-        return subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, text=True
-        )
+Started = dict[str, tuple[subprocess.Popen[str], Path]]
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[subprocess.Popen[str], Path]]]:
-    """Everything that imports SGLang, started together: importing is what takes the time."""
-    resolver = [sys.executable, str(Path(__file__).with_name("resolve_arguments.py")), "result.json"]
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    """The two processes that import SGLang, begun together: the import is what takes the time."""
+    commands = {
+        "resolve": ([str(Path(__file__).with_name("resolve_arguments.py")), "result.json"], ""),
+        "disabled": (["-m", "sglang.launch_server", "--model-path", "dummy", "--attention-backend", NAME], "1"),
+    }
     with contextlib.ExitStack() as stack:
-        started = {}
-        for title, (command, disable) in {"resolve": (resolver, ""), **COMMANDS}.items():
-            folder = tmp_path_factory.mktemp("process")
-            process = start(command, folder, disable)
+        processes = {}
+        for title, (arguments, disable) in commands.items():
+            folder = tmp_path_factory.mktemp(title)
+            environment = {
+                **os.environ,
+                "HF_HUB_OFFLINE": "1",
+                "COLUMNS": "100",
+                "PYTHONPATH": str(KERNEL_LIBRARY),
+                "SGLANG_PP_MLA_DISABLE": disable,
+            }
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stack.enter_context(open(folder / "stdout", "w")),
+                stderr=stack.enter_context(open(folder / "stderr", "w")),
+                text=True,
+            )
             stack.callback(process.wait)
             stack.callback(process.kill)
-            started[title] = (process, folder)
-        yield started
+            processes[title] = (process, folder)
+        yield processes
 
 
-def finished(processes: dict[str, tuple[subprocess.Popen[str], Path]], title: str) -> tuple[int, Path]:
-    process, folder = processes[title]
-    return process.wait(timeout=600), folder
+def finished(started: Started, title: str) -> tuple[int, Path, str]:
+    """Exit status, folder and standard error of a process."""
+    process, folder = started[title]
+    status = process.wait(timeout=900)
+    return status, folder, (folder / "stderr").read_text()
 
 
 @pytest.fixture(scope="module")
-def result(processes: dict[str, tuple[subprocess.Popen[str], Path]]) -> dict[str, Any]:
-    code, folder = finished(processes, "resolve")
-    assert code == 0, (folder / "stderr").read_text()[-4000:]
+def result(started: Started) -> dict[str, Any]:
+    status, folder, said = finished(started, "resolve")
+    assert status == 0, said[-4000:]
     return json.loads((folder / "result.json").read_text())
 
 
@@ -139,20 +140,17 @@ def test_a_typo_is_refused_as_before(result: dict[str, Any], way: str) -> None:
     assert f"'{NAME}'" in refused["said"]
 
 
-@pytest.mark.parametrize("title", [title for title in COMMANDS if "--help" in title])
-def test_help_lists_the_name(processes: dict[str, tuple[subprocess.Popen[str], Path]], title: str) -> None:
-    code, folder = finished(processes, title)
-    assert code == 0, (folder / "stderr").read_text()[-4000:]
-    shown = (folder / "stdout").read_text()
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_lists_the_name(result: dict[str, Any], command: str) -> None:
+    shown = result["help"][command]
     for flag in list(FLAGS.values())[:3]:
         choices = shown.split(f"\n  {flag} ", 1)[1].split("}", 1)[0]
         assert NAME in choices.replace("\n", "").replace(" ", "").lstrip("{").split(",")
 
 
-def test_disabled_the_name_is_refused_by_sglang(processes: dict[str, tuple[subprocess.Popen[str], Path]]) -> None:
-    code, folder = finished(processes, "disabled")
-    said = (folder / "stderr").read_text()
-    assert code == 2, said[-4000:]
+def test_disabled_the_name_is_refused_by_sglang(started: Started) -> None:
+    status, _folder, said = finished(started, "disabled")
+    assert status == 2, said[-4000:]
     refusal = said[said.index("argument --attention-backend") :]
     assert f"invalid choice: '{NAME}'" in refusal
     choices = refusal.split("(choose from", 1)[1]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from e2e.compare import assert_same
-from e2e.witness import Witness, make_witness
+from e2e.witness import Witness, make_witness, show
 from packaging.version import Version
 
 from sglang_pp_mla.rehearsal import run_engine, shrink
@@ -35,6 +35,7 @@ def test_stock_triton_dies(kimi_k26: Witness, sglang_release: Version) -> None:
         pp_size=8,
         attention_backend="triton",
         timeout_s=TIMEOUT_S,
+        on_progress=show,
         env={"SGLANG_PP_MLA_DISABLE": "1"},
     )
     assert run.failed
@@ -51,6 +52,7 @@ def test_triton_pp_answers(kimi_k26: Witness) -> None:
         pp_size=8,
         attention_backend="triton_pp",
         timeout_s=TIMEOUT_S,
+        on_progress=show,
         max_new_tokens=NEW_TOKENS,
     )
     assert not run.failed, run.error

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_pp_mla.rehearsal import Progress
 from sglang_pp_mla.rehearsal.reference import Answer, greedy, write_model
 from sglang_pp_mla.rehearsal.tokenizer import write_tokenizer
 
@@ -41,3 +42,8 @@ def make_witness(
     model = write_model(config, folder)
     write_tokenizer(folder, config["vocab_size"])
     return Witness(folder, model, dict(zip(prompts, greedy(model, prompts, new_tokens), strict=True)))
+
+
+def show(progress: Progress) -> None:
+    """Into pytest's captured output, which is shown when a test fails."""
+    print(f"{progress.seconds:7.1f} {progress.kind:8} {progress.text}", flush=True)

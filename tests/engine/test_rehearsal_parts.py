@@ -27,8 +27,6 @@ from sglang_pp_mla.rehearsal.processes import KeptProcess, marked
 from sglang_pp_mla.rehearsal.progress import find_death, stage_step
 from sglang_pp_mla.rehearsal.tokenizer import words
 
-ROOT = Path(__file__).parents[2]
-
 # Leaves a child in the same session, one that turned daemon, and stays itself.
 BROOD = """
 import os, subprocess, sys, time
@@ -104,7 +102,7 @@ def test_a_caller_that_dies_leaves_nothing(number: int, tmp_path: Path) -> None:
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=dict(os.environ),
     )
     assert caller.stdout is not None
     identity = caller.stdout.readline().split()[0]
@@ -127,7 +125,7 @@ def test_importing_costs_neither_torch_nor_sglang() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=dict(os.environ),
         capture_output=True,
         text=True,
         check=True,

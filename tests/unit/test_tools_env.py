@@ -114,7 +114,7 @@ class TestRefusals:
         usage = shutil._ntuple_diskusage(total=20e9, used=16.8e9, free=3.2e9)
         monkeypatch.setattr(tool.shutil, "disk_usage", lambda _: usage)
         with pytest.raises(
-            tool.Refusal, match=r"0\.5\.11 needs 20 GB of free disk and .* has 3\.2 GB: .*XDG_CACHE_HOME"
+            tool.Refusal, match=r"0\.5\.11 needs 16 GB of free disk and .* has 3\.2 GB: .*XDG_CACHE_HOME"
         ):
             tool.check_machine("0.5.11", None)
 
