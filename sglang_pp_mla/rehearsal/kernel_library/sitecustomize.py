@@ -82,5 +82,19 @@ def _run_the_shadowed_one():
     spec.loader.exec_module(module)
 
 
+def _fork_instead_of_spawn():
+    """Let SGLang's processes fork from the one that has imported it, where they would each import it anew."""
+    import multiprocessing
+
+    set_start_method = multiprocessing.set_start_method
+
+    def set_forking_start_method(method, force=False):
+        set_start_method("fork" if method == "spawn" else method, force=force)
+
+    multiprocessing.set_start_method = set_forking_start_method
+
+
 sys.meta_path.insert(0, _Finder)
+if os.environ.get("SGLANG_PP_MLA_REHEARSAL_FORK") == "1":
+    _fork_instead_of_spawn()
 _run_the_shadowed_one()
