@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.table import Table
 
 from sglang_pp_mla.rehearsal import (
+    FORK,
     EngineFailure,
     Progress,
     RehearsalError,
@@ -126,7 +127,7 @@ class Demonstration:
                 partition=self.partition,
                 attention_backend=backend,
                 timeout_s=self.timeout,
-                env=env,
+                env={**FORK, **env},
                 on_progress=board.show,
             ) as running,
         ):

@@ -77,8 +77,8 @@ FIX = Fix(
         "sgl-project/sglang#30340",
     ),
     goes_away=(
-        "when the oldest supported release has no backend that probes layer 0: Triton is fixed in 0.5.18, "
-        "AITER and Wave are not fixed in 0.5.23"
+        "when the oldest supported release has no backend that probes layer 0: Triton is fixed in 0.5.18; in "
+        "0.5.23 Wave still probes, and AITER for a pool without get_v_head_dim"
     ),
     evidence=evidence,
     changes={

@@ -5,6 +5,7 @@ Importing this costs neither torch nor SGLang; both are imported in child interp
 """
 
 from sglang_pp_mla.rehearsal.environment import (
+    FORK,
     KERNEL_LIBRARY,
     Installation,
     RehearsalError,
@@ -27,6 +28,7 @@ from sglang_pp_mla.rehearsal.shrink import shrink
 
 __all__ = [
     "ENGINE_ARGUMENTS",
+    "FORK",
     "KERNEL_LIBRARY",
     "EngineAnswer",
     "EngineFailure",

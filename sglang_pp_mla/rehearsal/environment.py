@@ -27,6 +27,13 @@ from pathlib import Path
 KERNEL_LIBRARY = Path(__file__).with_name("kernel_library")
 """Folder with the ``sitecustomize`` that answers ``sgl_kernel``."""
 
+FORK: Mapping[str, str] = {"SGLANG_PP_MLA_REHEARSAL_FORK": "1"}
+"""Passed as ``env``: SGLang's processes fork from the one that has imported it.
+
+SGLang spawns them, and each takes half a minute of CPU time to import SGLang anew: most of the time that
+stages on a few cores need to start. What they then run is the same.
+"""
+
 _FIND = """
 import importlib.metadata, importlib.util, json
 spec = importlib.util.find_spec("sglang")
@@ -139,6 +146,8 @@ def rehearsal_environment(
         # The stages share the machine; threads of their own would only take turns on the same cores.
         OMP_NUM_THREADS=str(max(1, len(cpus) // ranks)),
         TORCH_COMPILE_DISABLE="1",
+        # Else the titles SGLang gives its processes overwrite the environment by which they are found.
+        SPT_NOENV="1",
         HF_HUB_OFFLINE="1",
         PYTHONUNBUFFERED="1",
     )
