@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from e2e.witness import PROMPTS, RELATED, Witness, make_witness
+from tests.e2e.witness import PROMPTS, RELATED, Witness, make_witness
 
 from sglang_pp_mla.rehearsal import shrink
 

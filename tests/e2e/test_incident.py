@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.compare import assert_same
-from e2e.witness import Witness, make_witness, show
+from tests.e2e.compare import assert_same
+from tests.e2e.witness import Witness, make_witness, show
 from packaging.version import Version
 
-from sglang_pp_mla.rehearsal import run_engine, shrink
+from sglang_pp_mla.rehearsal import FORK, run_engine, shrink
 
 pytestmark = [pytest.mark.engine, pytest.mark.longest]
 
@@ -36,7 +36,7 @@ def test_stock_triton_dies(kimi_k26: Witness, sglang_release: Version) -> None:
         attention_backend="triton",
         timeout_s=TIMEOUT_S,
         on_progress=show,
-        env={"SGLANG_PP_MLA_DISABLE": "1"},
+        env={**FORK, "SGLANG_PP_MLA_DISABLE": "1"},
     )
     assert run.failed
     assert not run.timed_out
@@ -54,6 +54,7 @@ def test_triton_pp_answers(kimi_k26: Witness) -> None:
         timeout_s=TIMEOUT_S,
         on_progress=show,
         max_new_tokens=NEW_TOKENS,
+        env=FORK,
     )
     assert not run.failed, run.error
     assert_same(run.answers, kimi_k26.of(PROMPTS))

@@ -12,10 +12,10 @@ from typing import Any
 import openai
 import pytest
 import torch
-from e2e.compare import assert_same
-from e2e.witness import LONGEST, NEW_TOKENS, PROMPTS, RELATED, Witness, show
+from tests.e2e.compare import assert_same
+from tests.e2e.witness import LONGEST, NEW_TOKENS, PROMPTS, RELATED, Witness, show
 
-from sglang_pp_mla.rehearsal import EngineAnswer, engine, server
+from sglang_pp_mla.rehearsal import FORK, EngineAnswer, engine, server
 from sglang_pp_mla.rehearsal.reference import greedy
 from sglang_pp_mla.rehearsal.tokenizer import words
 
@@ -26,7 +26,7 @@ Session = tuple[tuple[EngineAnswer, ...], EngineAnswer, EngineAnswer]
 
 def ask(witness: Witness, **options: Any) -> Session:
     """Prompts of several lengths at once; then one that shares a prefix, twice, from the warm cache."""
-    with engine(witness.folder, attention_backend="triton_pp", on_progress=show, **options) as running:
+    with engine(witness.folder, attention_backend="triton_pp", on_progress=show, env=FORK, **options) as running:
         together = running.generate(PROMPTS, max_new_tokens=NEW_TOKENS)
         (related,) = running.generate([RELATED], max_new_tokens=NEW_TOKENS)
         (again,) = running.generate([LONGEST], max_new_tokens=NEW_TOKENS)
@@ -61,6 +61,7 @@ def test_four_stages_with_pages_of_16(seven_layers: Witness) -> None:
 
 
 def test_two_stages_over_http(seven_layers: Witness) -> None:
+    """Here the stages are spawned, as SGLang does it, and each is armed by its own ``.pth``."""
     vocabulary = words(512)
     with server(seven_layers.folder, pp_size=2, engine_args={"page_size": 16}, on_progress=show) as running:
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=300)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from sglang_pp_mla.rehearsal import Progress, run_engine, shrink
+from sglang_pp_mla.rehearsal import FORK, Progress, run_engine, shrink
 from sglang_pp_mla.rehearsal.processes import MARKER, marked
 
 pytestmark = pytest.mark.engine
@@ -45,7 +45,7 @@ def identities() -> set[str]:
 def test_a_stage_that_dies_gives_its_traceback(seven_layers: Path) -> None:
     """No weights in the folder: every release's loader raises in the scheduler."""
     before = identities()
-    run = run_engine(seven_layers, [[1, 2]], pp_size=1, attention_backend="triton", timeout_s=500)
+    run = run_engine(seven_layers, [[1, 2]], pp_size=1, attention_backend="triton", timeout_s=500, env=FORK)
     assert run.failed
     assert not run.timed_out
     assert run.ready_s is None
@@ -88,7 +88,7 @@ def test_triton_pp_is_refused_with_the_package_off(seven_layers: Path) -> None:
         attention_backend="triton_pp",
         timeout_s=500,
         engine_args=DUMMY,
-        env={"SGLANG_PP_MLA_DISABLE": "1"},
+        env={**FORK, "SGLANG_PP_MLA_DISABLE": "1"},
     )
     assert run.failed
     assert "triton_pp" in run.traceback + run.log

@@ -1,0 +1,88 @@
+"""The release's own builder on its own pools: what it builds, what it says, and what is left afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+BUILD = """
+import contextlib, json, logging, sys, tempfile, types
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import repro_buffer_probe as repro
+
+repro.run_without_gpu("triton")
+said = []
+class Collect(logging.Handler):
+    def emit(self, record):
+        said.append(record.getMessage())
+ours = logging.getLogger("sglang_pp_mla")
+ours.setLevel(logging.INFO)
+ours.addHandler(Collect())
+built = []
+with tempfile.TemporaryDirectory() as folder:
+    for backend in ("triton", "triton_pp"):
+        release = repro.Release(Path(folder), backend, "mla")
+        server_args, model_config = release.configure(layers=7)
+        for rank, (start, end) in enumerate([(0, 4), (4, 7)]):
+            said.clear()
+            pool = release.pool(model_config, start, end)
+            runner = release.runner(server_args, model_config, pool)
+            with contextlib.suppress(AttributeError):
+                runner.pp_group = types.SimpleNamespace(rank_in_group=rank, world_size=2)
+            before = set(vars(pool))
+            release.build_backend(runner)
+            built.append({
+                "asked_for": backend,
+                "rank": rank,
+                "class": type(runner.attn_backend).__name__,
+                "v_head_dim": runner.attn_backend.v_head_dim,
+                "left_on_pool": sorted(set(vars(pool)) - before),
+                "own_methods": pool.get_value_buffer.__func__ is type(pool).get_value_buffer,
+                "said": list(said),
+            })
+print(json.dumps(built))
+"""
+
+
+@pytest.fixture(scope="module")
+def built() -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BUILD, str(ROOT / "upstream_repro")],
+        env={key: value for key, value in os.environ.items() if key != "SGLANG_PP_MLA_DISABLE"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_every_stage_gets_its_backend_with_the_right_head_size(built: list[dict[str, Any]]) -> None:
+    assert [(one["asked_for"], one["rank"], one["class"], one["v_head_dim"]) for one in built] == [
+        ("triton", 0, "TritonAttnBackend", 512),
+        ("triton", 1, "TritonAttnBackend", 512),
+        ("triton_pp", 0, "TritonPPAttnBackend", 512),
+        ("triton_pp", 1, "TritonPPAttnBackend", 512),
+    ]
+
+
+def test_nothing_is_left_between_sglang_and_its_pool(built: list[dict[str, Any]]) -> None:
+    assert all(one["left_on_pool"] == [] and one["own_methods"] for one in built)
+
+
+def test_triton_pp_says_one_line_a_stage_and_triton_none(built: list[dict[str, Any]]) -> None:
+    lines = [[line for line in one["said"] if line.startswith("triton_pp PP")] for one in built]
+    assert [len(each) for each in lines] == [0, 0, 1, 1]
+    assert lines[3][0].startswith("triton_pp PP1 of 2")
+    assert "(layers 4-6): 16 heads, latent 512 + rope 64, value head 512, at most" in lines[3][0]
