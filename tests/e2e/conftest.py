@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.e2e.witness import PROMPTS, RELATED, Witness, make_witness
 
 from sglang_pp_mla.rehearsal import shrink
+from tests.e2e.witness import PROMPTS, RELATED, Witness, make_witness
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.compare import assert_same
-from tests.e2e.witness import Witness, make_witness, show
 from packaging.version import Version
 
 from sglang_pp_mla.rehearsal import FORK, run_engine, shrink
+from tests.e2e.compare import assert_same
+from tests.e2e.witness import Witness, make_witness, show
 
 pytestmark = [pytest.mark.engine, pytest.mark.longest]
 

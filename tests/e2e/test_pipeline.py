@@ -12,12 +12,12 @@ from typing import Any
 import openai
 import pytest
 import torch
-from tests.e2e.compare import assert_same
-from tests.e2e.witness import LONGEST, NEW_TOKENS, PROMPTS, RELATED, Witness, show
 
 from sglang_pp_mla.rehearsal import FORK, EngineAnswer, engine, server
 from sglang_pp_mla.rehearsal.reference import greedy
 from sglang_pp_mla.rehearsal.tokenizer import words
+from tests.e2e.compare import assert_same
+from tests.e2e.witness import LONGEST, NEW_TOKENS, PROMPTS, RELATED, Witness, show
 
 pytestmark = pytest.mark.engine
 
