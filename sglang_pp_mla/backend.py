@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-from sglang_pp_mla.probes import held_layers, stage_local_probes
+from sglang_pp_mla.probes import stage_local_probes
 from sglang_pp_mla.stage import Stage
 
 logger = logging.getLogger("sglang_pp_mla")
@@ -63,8 +63,14 @@ def refuse_without_attention(stage: Stage, pool: Any) -> None:
 
 
 def refuse_mixed_value_heads(stage: Stage, pool: Any, served: set[int | None]) -> None:
-    """The decode kernel strides its partial results by one value-head size for all layers of a buffer."""
-    for layer_id in held_layers(pool):
+    """The decode kernel strides its partial results by one value-head size for all layers of a buffer.
+
+    Only a pool made of two, for full and sliding-window attention, can hold sizes that differ; one layer of
+    each is looked at, since some pools dequantise a whole layer to answer.
+    """
+    mapping = getattr(pool, "layers_mapping", None) or {}
+    one_of_each = {sliding: layer_id for layer_id, (_, sliding) in mapping.items()}
+    for layer_id in one_of_each.values():
         size = pool.get_value_buffer(layer_id).shape[-1]
         if size not in served:
             expected = " or ".join(str(each) for each in served if each is not None)

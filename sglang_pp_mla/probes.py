@@ -7,17 +7,19 @@ layer count, and silently the buffer of another layer on one that does not.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
+# Asked with a model layer id by initialisers. Other getters of a pool may number layers their own way.
+GETTERS = ("get_key_buffer", "get_value_buffer", "get_kv_buffer")
+
 _MARK = "_answers_with_local_layers"
 
 
 def held_layers(pool: Any) -> Sequence[int]:
-    """Ids that ``pool.get_*_buffer`` answers, in the pool's own numbering; empty if that is unknown."""
+    """Ids that the pool's getters answer, in the pool's own numbering; empty if that is unknown."""
     for mapping_name in ("full_attention_layer_id_mapping", "layers_mapping"):
         mapping = getattr(pool, mapping_name, None)
         if isinstance(mapping, Mapping):
@@ -27,17 +29,6 @@ def held_layers(pool: Any) -> Sequence[int]:
     if start is None or count is None:
         return ()
     return range(start, start + count)
-
-
-def buffer_getters(pool_type: type) -> tuple[str, ...]:
-    """Names of the methods ``get_*_buffer(self, layer_id, ...)`` of a pool class."""
-    names = []
-    for name in dir(pool_type):
-        if name.startswith("get_") and name.endswith("_buffer"):
-            method = getattr(pool_type, name)
-            if callable(method) and list(inspect.signature(method).parameters)[1:2] == ["layer_id"]:
-                names.append(name)
-    return tuple(names)
 
 
 @contextmanager
@@ -50,14 +41,14 @@ def stage_local_probes(pool: Any) -> Iterator[None]:
     """
     with ExitStack() as undo:
         for part in _with_inner_pools(pool):
-            for name in buffer_getters(type(part)):
+            for name in GETTERS:
                 _redirect(part, name, undo)
         yield
 
 
 def _redirect(pool: Any, name: str, undo: ExitStack) -> None:
-    getter = getattr(pool, name)
-    if getattr(getter, _MARK, False):
+    getter = getattr(pool, name, None)
+    if getter is None or getattr(getter, _MARK, False):
         return
     own = vars(pool)
     if name in own:  # somebody else's patch on the instance: keep it and put it back

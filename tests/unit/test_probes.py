@@ -9,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_pp_mla.probes import held_layers, stage_local_probes
+from sglang_pp_mla.probes import GETTERS, held_layers, stage_local_probes
 from sglang_pp_mla.stage import stages_of
 from tests.unit.pools import KINDS, LATENT, VALUE_HEAD, make_pool, own_layers
 
-GETTERS = ("get_key_buffer", "get_value_buffer", "get_kv_buffer")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 
 stages = st.lists(st.integers(1, 9), min_size=1, max_size=8).flatmap(
