@@ -32,12 +32,13 @@ class TritonPPAttnBackend(TritonAttnBackend):
             super().__init__(model_runner, *args, **kwargs)
         refuse_mixed_value_heads(stage, pool, {self.v_head_dim, getattr(self, "swa_v_head_dim", None)})
         if not kwargs.get("skip_prefill"):
-            logger.info("%s", self.describe(stage, model_runner.model_config))
+            logger.info("%s", self.describe(stage, model_runner))
 
-    def describe(self, stage: Stage, model_config: Any) -> str:
+    def describe(self, stage: Stage, model_runner: Any) -> str:
         """One line for the log of a rank."""
+        model_config = model_runner.model_config
         parts = [f"{self.num_head} heads"]
-        if self.use_mla:
+        if model_runner.use_mla_backend:
             parts.append(f"latent {model_config.kv_lora_rank} + rope {model_config.qk_rope_head_dim}")
         else:
             parts.append(f"{self.num_kv_head} KV heads")

@@ -110,7 +110,12 @@ class Demonstration:
                     if "triton_pp PP" in line:
                         self.console.print(line, style="dim", markup=False, soft_wrap=True)
                 with self._timed(f"{NEW_TOKENS} tokens over HTTP"), self.console.status("asking over HTTP"):
-                    return ask(running.url)
+                    try:
+                        return ask(running.url)
+                    except OSError as error:
+                        raise running.failure() or RehearsalError(
+                            f"The server is up and did not answer: {error}."
+                        ) from error
         except EngineFailure as failure:
             self.console.print(f"[red]{failure}[/red]", soft_wrap=True)
             self.console.print(failure.traceback or failure.log[-3000:], markup=False)

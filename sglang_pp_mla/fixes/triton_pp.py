@@ -69,11 +69,14 @@ def change_registry(module: ModuleType, changes: Changes) -> None:
     stock = registry["triton"]
 
     def create_triton_pp_backend(runner: Any) -> Any:
-        if runner.model_config.is_encoder_decoder:
-            return stock(runner)  # which refuses it, in SGLang's own words
+        from sglang.srt.layers.attention import triton_backend
+
         from sglang_pp_mla.backend import TritonPPAttnBackend
 
-        return TritonPPAttnBackend(runner)
+        # The release's own factory, with its refusals and branches, constructs our class.
+        with Changes() as meanwhile:
+            meanwhile.put(vars(triton_backend), "TritonAttnBackend", TritonPPAttnBackend)
+            return stock(runner)
 
     def create_triton_backend(runner: Any) -> Any:
         return (create_triton_pp_backend if asked_for(runner.server_args) else stock)(runner)

@@ -7,6 +7,7 @@ process of the group, so that what remains can be found even if the keeper itsel
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,7 +66,7 @@ class KeptProcess:
         self.lines: list[str] = []
         self._on_line = on_line
         # Unix socket paths hold 107 characters, and SGLang puts its sockets here.
-        scratch = tempfile.mkdtemp(prefix="ppmla-", dir="/tmp")
+        self._scratch = scratch = tempfile.mkdtemp(prefix="ppmla-", dir="/tmp")
         control, self._hold = os.pipe()
         try:
             self._keeper = subprocess.Popen(
@@ -132,3 +133,4 @@ class KeptProcess:
             _kill(left)
             time.sleep(0.05)
         self._reader.join(5)
+        shutil.rmtree(self._scratch, ignore_errors=True)  # the keeper's work, unless it was killed

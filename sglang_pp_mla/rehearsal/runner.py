@@ -134,10 +134,14 @@ def _prepare(
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a model configuration ({error}).") from error
-    layers = config.get("num_hidden_layers")
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a model configuration: it holds a {type(config).__name__}, not an object.")
+    layers = (config.get("text_config") or config).get("num_hidden_layers")
+    if not isinstance(layers, int):
+        raise ValueError(f"{path} names no num_hidden_layers, so it cannot be split over {pp_size} stages.")
     if partition is not None:
         parse_partition(partition, layers, pp_size)
-    elif isinstance(layers, int) and layers < pp_size:
+    elif layers < pp_size:
         raise ValueError(
             f"{layers} layers cannot fill {pp_size} stages, rank {layers} would have none; "
             f"use a pipeline size of at most {layers}."
@@ -297,6 +301,9 @@ def engine(
                 on_line=_line_handler(on_progress, began),
                 pass_fds=(requests_read, events_write),
             )
+        except BaseException:
+            os.close(events_read)
+            raise
         finally:
             os.close(requests_read)
             os.close(events_write)

@@ -14,7 +14,6 @@ from types import ModuleType
 import wrapt
 
 from sglang_pp_mla.fixes import BUILT_IN, Changes, Fix, Unrecognised
-from sglang_pp_mla.wiring import autoload
 
 DISABLE = "SGLANG_PP_MLA_DISABLE"
 
@@ -51,7 +50,8 @@ def arm() -> None:
         for fix in BUILT_IN:
             arm_fix(fix)
     _mention_unknown_names(os.environ.get(DISABLE, ""))
-    wrapt.register_post_import_hook(_arm_plugins, "sglang.srt")
+    if not _words(os.environ.get(DISABLE, "")) & _EVERYTHING:
+        wrapt.register_post_import_hook(_arm_plugins, "sglang.srt")
 
 
 def arm_fix(fix: Fix) -> None:
@@ -81,10 +81,14 @@ def _words(setting: str) -> set[str]:
 
 
 def _arm_plugins(_sglang_srt: ModuleType) -> None:
-    autoload.stand_down()
-    from sglang_pp_mla.wiring.plugins import fixes_of_plugins
+    try:
+        from sglang_pp_mla.wiring.plugins import fixes_of_plugins
 
-    for fix in fixes_of_plugins():
+        fixes = fixes_of_plugins()
+    except Exception:  # pluggy is missing, or a package's metadata cannot be read: no matter of SGLang's
+        logger.exception("Fixes of other packages could not be looked for and are left out.")
+        return
+    for fix in fixes:
         try:
             arm_fix(fix)
         except Exception:

@@ -7,7 +7,11 @@ import sys
 
 
 class ArmOnSGLang:
-    """A finder that finds nothing: it arms the fixes just before ``sglang`` is first imported."""
+    """A finder that finds nothing: it arms the fixes just before ``sglang`` is first imported.
+
+    It stays afterwards: taking it out of ``sys.meta_path`` would make an import that another thread has
+    under way skip a finder.
+    """
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):  # type: ignore[no-untyped-def]
@@ -21,12 +25,6 @@ class ArmOnSGLang:
 
                 logging.getLogger("sglang_pp_mla").exception("sglang-pp-mla could not be armed and does nothing.")
         return None
-
-
-def stand_down() -> None:
-    """Leave the import system; called once ``sglang.srt`` is imported, when no search is under way."""
-    if ArmOnSGLang in sys.meta_path:
-        sys.meta_path.remove(ArmOnSGLang)
 
 
 if ArmOnSGLang not in sys.meta_path:

@@ -244,16 +244,45 @@ def test_an_interpreter_without_sglang_loads_nothing_else(tmp_path):
     ]
 
 
-def test_after_sglang_is_imported_no_finder_of_ours_is_left(tmp_path):
+def test_an_import_of_another_thread_misses_no_finder(tmp_path):
+    """A search walks the live list of finders: one taken out meanwhile would make it skip the next."""
     run = python(
         tmp_path,
         """
-        import sys
+        import importlib.machinery, sys, threading, types
+        searching, imported = threading.Event(), threading.Event()
+
+        class Slow:
+            @staticmethod
+            def find_spec(name, path=None, target=None):
+                if name == "behind":
+                    searching.set()
+                    imported.wait(30)
+
+        class Behind:
+            @staticmethod
+            def find_spec(name, path=None, target=None):
+                if name == "behind":
+                    return importlib.machinery.ModuleSpec(name, Behind)
+            create_module = staticmethod(lambda spec: types.ModuleType(spec.name))
+            exec_module = staticmethod(lambda module: None)
+
+        sys.meta_path += [Slow, Behind]
+        thread = threading.Thread(target=lambda: print(__import__("behind").__name__))
+        thread.start()
+        searching.wait(30)
         import sglang.srt
-        print([finder for finder in sys.meta_path if "sglang_pp_mla" in getattr(finder, "__module__", "")])
+        imported.set()
+        thread.join()
         """,
     )
-    assert output(run) == ["[]"]
+    assert output(run) == ["behind"]
+
+
+def test_a_missing_pluggy_does_not_stop_sglang(tmp_path):
+    run = python(tmp_path, "import sys; sys.modules['pluggy'] = None", IMPORT_ALL, STATES)
+    assert output(run) == ["triton-pp applied", "buffer-probe applied"]
+    assert "could not be looked for" in run.stderr
 
 
 def test_sglang_starts_without_us_when_we_cannot(tmp_path):
