@@ -20,22 +20,16 @@ help: ## what there is to make
 demo: ## the crash and the cure, on four CPU stages of the real server
 	@python="$$($(ENV) $(DEMO_RELEASE))" && "$$python" -m sglang_pp_mla.cli demo
 
-# Every release is gone through even where one fails; -P keeps the clone off sys.path, so that the wheel is tested.
-define on_every_release
-status=0; for release in $(RELEASES); do \
-	printf '\n=== SGLang %s ===\n' "$$release"; \
-	python="$$($(ENV) $$release)" && "$$python" -P $(1) || status=1; \
-done; exit $$status
-endef
-
 test: ## all tests but the longest, on every SGLang release that has an environment
-	@$(call on_every_release,-m pytest -v --durations=15 -m "not longest" $(PYTEST_ARGS))
+	@PYTHON="$(PYTHON)" PYTEST_ARGS="$(PYTEST_ARGS)" tools/test "not longest" $(RELEASES)
 
 test-all: ## all tests
-	@$(call on_every_release,-m pytest -v --durations=15 $(PYTEST_ARGS))
+	@PYTHON="$(PYTHON)" PYTEST_ARGS="$(PYTEST_ARGS)" tools/test "longest or not longest" $(RELEASES)
 
 bench: ## start-up, arming and decode steps, with and without this package
-	@$(call on_every_release,benchmarks/overhead.py)
+	@for release in $(RELEASES); do \
+		python="$$($(ENV) $$release)" && "$$python" -P benchmarks/overhead.py || exit; \
+	done
 
 lint: ## ruff, mypy and the rules of the house
 	@python="$$($(ENV) lint)" && bin="$${python%/*}" && status=0; \

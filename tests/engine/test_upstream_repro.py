@@ -194,6 +194,7 @@ def test_engine_dies_or_serves_as_the_source_says():
 
 
 @pytest.mark.engine
+@pytest.mark.longest
 @needs_package
 def test_engine_serves_with_the_package():
     result = run(ENGINE, "--partition", "4,3", "--timeout", "1200", enabled=True, timeout=1500)
