@@ -89,12 +89,14 @@ def test_a_caller_that_dies_leaves_nothing(number: int, tmp_path: Path) -> None:
     script = tmp_path / "caller.py"
     script.write_text(
         textwrap.dedent(f"""
-            import os, sys, time
+            import os, signal, sys, time
             from sglang_pp_mla.rehearsal.processes import KeptProcess
+            # A shell's background jobs, and so what they start, ignore it.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             kept = KeptProcess([sys.executable, "-c", {BROOD!r}, "600"], env=dict(os.environ))
             while "ready" not in kept.log:
                 time.sleep(0.05)
-            print(kept.identity, os.environ.get("x"), flush=True)
+            print(kept.identity, flush=True)
             time.sleep(600)
         """)
     )
