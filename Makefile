@@ -20,7 +20,7 @@ help: ## what there is to make
 demo: ## the crash and the cure, on four CPU stages of the real server
 	@python="$$($(ENV) $(DEMO_RELEASE))" && "$$python" -m sglang_pp_mla.cli demo
 
-test: ## all tests but the longest, on every SGLang release that has an environment
+test: ## all tests but the longest, on each of RELEASES, building what is missing
 	@PYTHON="$(PYTHON)" PYTEST_ARGS="$(PYTEST_ARGS)" tools/test "not longest" $(RELEASES)
 
 test-all: ## all tests

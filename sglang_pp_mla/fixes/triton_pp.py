@@ -30,9 +30,12 @@ _NOTE = "_sglang_pp_mla_asked_for_by"
 logger = logging.getLogger("sglang_pp_mla")
 
 
-def asked_for(server_args: Any) -> bool:
-    """Whether any backend of this record was given as ``triton_pp``."""
-    return bool(getattr(server_args, _NOTE, ()))
+def asked_for(runner: Any) -> bool:
+    """Whether ``triton_pp`` was given for this runner: the draft's flag is none of the target's business."""
+    fields = set(getattr(runner.server_args, _NOTE, ()))
+    if not getattr(runner, "is_draft_worker", False):
+        fields.discard("speculative_draft_attention_backend")
+    return bool(fields)
 
 
 def note_and_translate(server_args: Any) -> None:
@@ -79,7 +82,7 @@ def change_registry(module: ModuleType, changes: Changes) -> None:
             return stock(runner)
 
     def create_triton_backend(runner: Any) -> Any:
-        return (create_triton_pp_backend if asked_for(runner.server_args) else stock)(runner)
+        return (create_triton_pp_backend if asked_for(runner) else stock)(runner)
 
     changes.put(registry, "triton", create_triton_backend)
     # For those who set the name on a record that is already resolved.
