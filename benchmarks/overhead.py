@@ -31,7 +31,7 @@ from rich.table import Table
 
 import sglang_pp_mla
 from sglang_pp_mla.probes import stage_local_probes
-from sglang_pp_mla.rehearsal import engine, shrink
+from sglang_pp_mla.rehearsal import FORK, engine, shrink
 
 PACKAGE = Path(sglang_pp_mla.__file__).parent
 # What SGLang imports of the standard library in any case, and wrapt before it.
@@ -44,7 +44,7 @@ arm()
 print(time.perf_counter() - began)
 """
 PROMPT = list(range(3, 35))
-TOKENS = 8
+TOKENS = 4
 
 
 def in_turns(one: Callable[[], float], other: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
@@ -126,9 +126,9 @@ def decode_step(rounds: int) -> tuple[list[float], list[float]]:
         Path(folder, "config.json").write_text(json.dumps(shrink(real, layers=7)))
         with (
             engine(
-                folder, attention_backend="triton", env={"SGLANG_PP_MLA_DISABLE": "1"}, engine_args=arguments
+                folder, attention_backend="triton", env={**FORK, "SGLANG_PP_MLA_DISABLE": "1"}, engine_args=arguments
             ) as stock,
-            engine(folder, attention_backend="triton_pp", engine_args=arguments) as ours,
+            engine(folder, attention_backend="triton_pp", env=FORK, engine_args=arguments) as ours,
         ):
 
             def per_token(session: Any) -> Callable[[], float]:
