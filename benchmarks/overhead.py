@@ -21,7 +21,6 @@ import tempfile
 import time
 import venv
 from collections.abc import Callable
-from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from rich.table import Table
 import sglang_pp_mla
 from sglang_pp_mla.probes import stage_local_probes
 from sglang_pp_mla.rehearsal import FORK, engine, shrink
+from sglang_pp_mla.rehearsal.shrink import kimi_k26
 
 PACKAGE = Path(sglang_pp_mla.__file__).parent
 # What SGLang imports of the standard library in any case, and wrapt before it.
@@ -120,10 +120,9 @@ def backend_construction(rounds: int) -> tuple[list[float], list[float]]:
 
 def decode_step(rounds: int) -> tuple[list[float], list[float]]:
     """One generated token of a 7-layer MLA model on the CPU engine: stock ``triton``, and ``triton_pp``."""
-    real = json.loads((resources.files("sglang_pp_mla.rehearsal") / "models/kimi-k2.6-text.json").read_text())
     arguments = {"load_format": "dummy", "sleep_on_idle": True, "disable_radix_cache": True}
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(shrink(real, layers=7)))
+        Path(folder, "config.json").write_text(json.dumps(shrink(kimi_k26(), layers=7)))
         with (
             engine(
                 folder, attention_backend="triton", env={**FORK, "SGLANG_PP_MLA_DISABLE": "1"}, engine_args=arguments

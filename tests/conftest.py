@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.version import Version
 
-DATA = Path(__file__).parent / "data"
+from sglang_pp_mla.rehearsal.shrink import kimi_k26
 
 
 @pytest.fixture(scope="session")
@@ -22,4 +20,4 @@ def sglang_release() -> Version:
 @pytest.fixture(scope="session")
 def kimi() -> dict[str, Any]:
     """Configuration of the Kimi K2.6 text model, 61 layers."""
-    return json.loads((DATA / "kimi-k2.6-text.json").read_text(encoding="utf-8"))
+    return kimi_k26()

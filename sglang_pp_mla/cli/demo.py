@@ -10,7 +10,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -213,10 +212,10 @@ class Board:
 def make_model_and_answer(layers: int, folder: Path) -> str:
     """Write the small model and its tokenizer to ``folder``; the reference's words for the question."""
     from sglang_pp_mla.rehearsal.reference import greedy, write_model
+    from sglang_pp_mla.rehearsal.shrink import kimi_k26
     from sglang_pp_mla.rehearsal.tokenizer import words, write_tokenizer
 
-    real = json.loads((resources.files("sglang_pp_mla.rehearsal") / "models/kimi-k2.6-text.json").read_text())
-    config = shrink(real, layers=layers)
+    config = shrink(kimi_k26(), layers=layers)
     vocabulary = words(config["vocab_size"])
     model = write_model(config, folder)
     write_tokenizer(folder, config["vocab_size"])

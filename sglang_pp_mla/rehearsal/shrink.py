@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 Config = dict[str, Any]
@@ -39,6 +41,13 @@ _OTHER_ATTENTION = {
 }
 # Model types that are DeepSeek V3 under another name, and whose configuration class is remote code.
 _SAME_AS_DEEPSEEK_V3 = ("kimi_k2", "kimi_k25", "kimi_vl")
+
+
+def kimi_k26() -> Config:
+    """The configuration of Kimi K2.6's text model, 61 layers, as published; carried by this package."""
+    path = Path(__file__).with_name("models") / "kimi-k2.6-text.json"
+    config: Config = json.loads(path.read_text(encoding="utf-8"))
+    return config
 
 
 def is_mla(config: Config) -> bool:
