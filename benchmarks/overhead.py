@@ -44,7 +44,7 @@ arm()
 print(time.perf_counter() - began)
 """
 PROMPT = list(range(3, 35))
-TOKENS = 4
+TOKENS = 3
 
 
 def in_turns(one: Callable[[], float], other: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
@@ -121,13 +121,12 @@ def backend_construction(rounds: int) -> tuple[list[float], list[float]]:
 def decode_step(rounds: int) -> tuple[list[float], list[float]]:
     """One generated token of a 7-layer MLA model on the CPU engine: stock ``triton``, and ``triton_pp``."""
     arguments = {"load_format": "dummy", "sleep_on_idle": True, "disable_radix_cache": True}
+    options: dict[str, Any] = {"engine_args": arguments, "timeout_s": 1800}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(shrink(kimi_k26(), layers=7)))
         with (
-            engine(
-                folder, attention_backend="triton", env={**FORK, "SGLANG_PP_MLA_DISABLE": "1"}, engine_args=arguments
-            ) as stock,
-            engine(folder, attention_backend="triton_pp", env=FORK, engine_args=arguments) as ours,
+            engine(folder, attention_backend="triton", env={**FORK, "SGLANG_PP_MLA_DISABLE": "1"}, **options) as stock,
+            engine(folder, attention_backend="triton_pp", env=FORK, **options) as ours,
         ):
 
             def per_token(session: Any) -> Callable[[], float]:
@@ -165,7 +164,7 @@ def main() -> None:
         pair("backend of stage 1 of 2", backend_construction(60))
     if not options.no_engine:
         with console.status("two engines, token by token"):
-            pair("decode step, 7 layers, PP1", decode_step(5))
+            pair("decode step, 7 layers, PP1", decode_step(3))
     show(results)
     if options.json:
         machine = {"python": platform.python_version(), "sglang": version("sglang"), "processor": platform.machine()}
