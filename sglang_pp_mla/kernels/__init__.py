@@ -1,0 +1,1 @@
+"""Triton kernels of this package. They need torch and triton, never SGLang."""
