@@ -1,6 +1,9 @@
-"""What is known of SGLang's releases. Data."""
+"""What is known of SGLang's releases, read from their wheels. Data; tests/contract compares it with every wheel."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 RELEASES: tuple[str, ...] = (
     "0.5.3",
@@ -42,3 +45,48 @@ RELEASES: tuple[str, ...] = (
     "0.5.23",
 )
 """Every release from the oldest supported to the newest that has been looked at, in order."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Releases from ``first`` to ``last``, both counted in; without ``last``, to the newest and beyond."""
+
+    first: str
+    last: str | None = None
+
+    def __contains__(self, release: object) -> bool:
+        if release not in RELEASES:  # newer than the newest known
+            return self.last is None
+        last = self.last or RELEASES[-1]
+        return RELEASES.index(self.first) <= RELEASES.index(str(release)) <= RELEASES.index(last)
+
+
+ALWAYS = Span(RELEASES[0])
+
+FAULTS: Mapping[str, Mapping[str, Span]] = {
+    "triton-pp": {"srt/layers/attention/triton_backend.py": ALWAYS},
+    "buffer-probe": {
+        "srt/layers/attention/aiter_backend.py": ALWAYS,
+        "srt/layers/attention/intel_amx_backend.py": Span("0.5.3", "0.5.8.post1"),
+        "srt/layers/attention/triton_backend.py": Span("0.5.3", "0.5.17"),
+        "srt/layers/attention/wave_backend.py": ALWAYS,
+        "srt/mem_cache/memory_pool.py": Span("0.5.3", "0.5.17"),
+    },
+    "ray-plugins": {"srt/ray/scheduler_actor.py": Span("0.5.11")},
+}
+"""For each fix, the files of the ``sglang`` package that have its fault, and in which releases."""
+
+MODULES: Mapping[str, Span] = {
+    "sglang.srt.model_executor.model_runner_components.attention_backend_setup": Span("0.5.16"),
+    "sglang.srt.ray.engine": Span("0.5.11"),
+    "sglang.srt.ray.scheduler_actor": Span("0.5.10"),
+    "sglang.srt.speculative.draft_utils": Span("0.5.3.post2"),
+    "sglang.srt.speculative.frozen_kv_mtp_worker_v2": Span("0.5.12"),
+}
+"""The releases in which fixes find something to change in a module. Those not listed: in every release."""
+
+PLUGINS = Span("0.5.11")
+"""The releases that load plugins by the entry-point group ``sglang.srt.plugins``."""
+
+DRAFT_ARGUMENT = Span("0.5.7")
+"""The releases with ``--speculative-draft-attention-backend``."""
