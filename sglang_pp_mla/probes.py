@@ -51,11 +51,18 @@ def _redirect(pool: Any, name: str, undo: ExitStack) -> None:
     if getter is None or getattr(getter, _MARK, False):
         return
     own = vars(pool)
-    if name in own:  # somebody else's patch on the instance: keep it and put it back
-        undo.callback(own.__setitem__, name, own[name])
-    else:
-        undo.callback(own.pop, name, None)
-    own[name] = _local(pool, getter)
+    before = own.get(name)  # somebody else's patch on the instance
+    own[name] = local = _local(pool, getter)
+
+    def put_back() -> None:
+        if own.get(name) is not local:  # somebody else has patched the instance meanwhile: theirs stays
+            return
+        if before is None:
+            del own[name]
+        else:
+            own[name] = before
+
+    undo.callback(put_back)
 
 
 def _local(pool: Any, getter: Callable[..., Any]) -> Callable[..., Any]:

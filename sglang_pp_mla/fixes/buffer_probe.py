@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sglang_pp_mla.fixes.builders import Within, around_runner_builders, wrap_all
 from sglang_pp_mla.fixes.fix import Changes, Fix, Unrecognised, lines_matching
 from sglang_pp_mla.probes import stage_local_probes
 
 # A literal 0 is the fault; a probe for start_layer, or for the layer at hand, is not.
 _PROBE_FOR_LAYER_0 = re.compile(r"\.get_(?:key|value|kv)_buffer\(\s*(?:layer_id\s*=\s*)?0\s*[,)]")
-
-# What builds a target runner's backends, over all releases; each release has one or two of them.
-_RUNNER_BUILDERS = ("init_attention_backend", "init_attention_backends", "_get_attention_backend")
 
 
 def evidence(root: Path) -> list[str]:
@@ -26,30 +23,14 @@ def evidence(root: Path) -> list[str]:
     ]
 
 
-def _around_builder(runner_of: Callable[[Any], Any]) -> Callable[..., Any]:
-    def build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        with stage_local_probes(getattr(runner_of(instance), "token_to_kv_pool", None)):
-            return wrapped(*args, **kwargs)
-
-    return build
-
-
-def _wrap_all(owner: type, names: tuple[str, ...], runner_of: Callable[[Any], Any], changes: Changes) -> None:
-    present = [name for name in names if name in vars(owner)]
-    if not present:
-        raise Unrecognised(f"{owner.__name__} has none of {', '.join(names)}")
-    for name in present:
-        changes.wrap(owner, name, _around_builder(runner_of))
-
-
-def change_model_runner(module: ModuleType, changes: Changes) -> None:
-    _wrap_all(module.ModelRunner, _RUNNER_BUILDERS, lambda runner: runner, changes)
+def _probes_of(runner: Any) -> Within:
+    return stage_local_probes(getattr(runner, "token_to_kv_pool", None))
 
 
 def change_draft_factory(module: ModuleType, changes: Changes) -> None:
     """Draft workers build their decode and extend backends outside the runner."""
     names = ("create_decode_backend", "create_draft_extend_backend")
-    _wrap_all(module.DraftBackendFactory, names, lambda factory: factory.draft_model_runner, changes)
+    wrap_all(module.DraftBackendFactory, names, lambda factory, *_: _probes_of(factory.draft_model_runner), changes)
 
 
 def change_frozen_kv_worker(module: ModuleType, changes: Changes) -> None:
@@ -60,7 +41,7 @@ def change_frozen_kv_worker(module: ModuleType, changes: Changes) -> None:
     )
     if worker is None:
         raise Unrecognised(f"{module.__name__} has no class with _init_draft_attn_backend")
-    changes.wrap(worker, "_init_draft_attn_backend", _around_builder(lambda worker: worker.draft_model_runner))
+    wrap_all(worker, ("_init_draft_attn_backend",), lambda worker, *_: _probes_of(worker.draft_model_runner), changes)
 
 
 FIX = Fix(
@@ -82,7 +63,7 @@ FIX = Fix(
     ),
     evidence=evidence,
     changes={
-        "sglang.srt.model_executor.model_runner": change_model_runner,
+        **around_runner_builders(_probes_of),
         "sglang.srt.speculative.draft_utils": change_draft_factory,
         "sglang.srt.speculative.frozen_kv_mtp_worker_v2": change_frozen_kv_worker,
     },

@@ -20,26 +20,54 @@ class Changes(ExitStack):
     """Changes to a running SGLang. Leaving the block takes them back, unless ``keep`` was called."""
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Put a ``wrapt`` wrapper ``(wrapped, instance, args, kwargs)`` around a function of its owner."""
+        """Put a ``wrapt`` wrapper ``(wrapped, instance, args, kwargs)`` around a function of a module or class.
+
+        A class may inherit it, as one does that another package put in SGLang's place. Should others have
+        wrapped ours since, taking it back only switches it off: theirs stay.
+        """
+        owner = next((each for each in getattr(owner, "__mro__", (owner,)) if name in vars(each)), owner)
         if name not in vars(owner):
             raise Unrecognised(f"{getattr(owner, '__name__', owner)} has no {name}")
         original = vars(owner)[name]
-        setattr(owner, name, wrapt.FunctionWrapper(original, wrapper))
-        self.callback(setattr, owner, name, original)
+        on = True
+        ours = wrapt.FunctionWrapper(original, wrapper, enabled=lambda: on)
+
+        def undo() -> None:
+            nonlocal on
+            on = False
+            if vars(owner).get(name) is ours:
+                setattr(owner, name, original)
+
+        setattr(owner, name, ours)
+        self.callback(undo)
 
     def put(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
-        """Set one entry of a registry."""
-        if key in mapping:
-            self.callback(mapping.__setitem__, key, mapping[key])
-        else:
-            self.callback(mapping.pop, key, None)
+        """Set one entry of a registry; what others have put there since is not taken back."""
+        missing = object()
+        before = mapping.get(key, missing)
+
+        def undo() -> None:
+            if mapping.get(key, missing) is not value:
+                return
+            if before is missing:
+                del mapping[key]
+            else:
+                mapping[key] = before
+
         mapping[key] = value
+        self.callback(undo)
 
     def append(self, names: list[Any], name: Any) -> None:
         """Add to a list of choices, once."""
-        if name not in names:
-            names.append(name)
-            self.callback(names.remove, name)
+        if name in names:
+            return
+
+        def undo() -> None:
+            if name in names:
+                names.remove(name)
+
+        names.append(name)
+        self.callback(undo)
 
     def keep(self) -> None:
         """The change is complete: leave it in place."""
