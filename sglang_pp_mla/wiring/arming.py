@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,7 @@ def arm() -> None:
         for fix in BUILT_IN:
             arm_fix(fix)
     _mention_unknown_names(os.environ.get(DISABLE, ""))
+    _mention_other_copies()
     if not _words(os.environ.get(DISABLE, "")) & _EVERYTHING:
         wrapt.register_post_import_hook(_arm_plugins, "sglang.srt")
 
@@ -107,30 +109,50 @@ def _mention_unknown_names(setting: str) -> None:
         )
 
 
+def _mention_other_copies() -> None:
+    """With two copies on the path the first is used, which may not be the one that was meant."""
+    used = Path(__file__).resolve().parents[1]
+    try:
+        copies = {(Path(entry) / used.name).resolve() for entry in sys.path}
+        copies -= {used, Path.cwd() / used.name}  # a clone one stands in comes after the .pth
+    except OSError:  # the current folder is gone
+        return
+    for other in sorted(copies):
+        if (other / "__init__.py").is_file():
+            logger.warning(
+                "sglang-pp-mla is on the path twice: %s is used, %s is not; uninstall one or take it off PYTHONPATH.",
+                used,
+                other,
+            )
+
+
 def _on_import(fix: Fix, module_name: str, module: ModuleType) -> None:
-    """Apply a fix to a module just imported. Whatever goes wrong, the import itself must succeed."""
-    with _lock:
-        decision = _decisions[fix.name]
-        try:
-            places = _evidence(fix)
-            if not places:
-                if decision.state == "armed":
-                    decision.state, decision.detail = "not needed", "its fault is not in this SGLang"
-                return
+    """Apply a fix to a module just imported. Whatever goes wrong, the import itself must succeed.
+
+    The lock is not held meanwhile: a change may import, and wait for another thread that is importing.
+    """
+    decision = _decisions[fix.name]
+    try:
+        places = _evidence(fix)
+        if places:
             with Changes() as changes:
                 fix.changes[module_name](module, changes)
                 changes.keep()
-        except Unrecognised as reason:
-            _leave_alone(decision, module_name, str(reason))
-        except Exception as error:
-            _leave_alone(decision, module_name, f"{type(error).__name__}: {error}", error)
-        else:
-            if decision.state != "unrecognised":
+    except Unrecognised as reason:
+        _leave_alone(decision, module_name, str(reason))
+    except Exception as error:
+        _leave_alone(decision, module_name, f"{type(error).__name__}: {error}", error)
+    else:
+        with _lock:
+            if places and decision.state != "unrecognised":
                 decision.state, decision.detail = "applied", "found in " + ", ".join(places)
+            elif decision.state == "armed":
+                decision.state, decision.detail = "not needed", "its fault is not in this SGLang"
 
 
 def _leave_alone(decision: Decision, module_name: str, reason: str, error: Exception | None = None) -> None:
-    decision.state, decision.detail = "unrecognised", f"{module_name}: {reason}"
+    with _lock:
+        decision.state, decision.detail = "unrecognised", f"{module_name}: {reason}"
     logger.warning(
         "The fix %s does not recognise this SGLang (%s in %s) and left that module as it was; "
         "report it with SGLang's version, or silence it with %s=%s.",
@@ -155,4 +177,8 @@ def _evidence(fix: Fix) -> list[str]:
 
 def _sglang_root() -> Path:
     # Not an import: this runs inside one, possibly of another thread's SGLang.
-    return Path(next(iter(sys.modules["sglang"].__path__)))
+    path = list(sys.modules["sglang"].__path__)
+    root = next((Path(entry) for entry in path if os.path.isdir(entry)), None)
+    if root is None:  # a zip file, say
+        raise Unrecognised(f"its source cannot be read in {', '.join(path) or 'nowhere'}")
+    return root

@@ -1,12 +1,13 @@
 """Arming in a fresh interpreter: what each kind of SGLang, and each setting, comes to.
 
-The SGLangs here are small packages of the layout that the fixes look at, each a variation that a fork or a
-later release could be; the real ones are in the other tests.
+The SGLangs here are small ones, each a variation that a fork or a later release could be; the real ones are in
+the other tests.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -15,58 +16,14 @@ from pathlib import Path
 import pytest
 
 import sglang_pp_mla
+from tests.unit.small_sglang import FAULTY, IMPORT_ALL, POOL, STATES, write
 
 ROOT = Path(sglang_pp_mla.__file__).parents[1]
-
-FAULTY = {
-    "sglang/__init__.py": "",
-    "sglang/srt/__init__.py": "",
-    "sglang/srt/mem_cache/__init__.py": "",
-    "sglang/srt/layers/__init__.py": "",
-    "sglang/srt/layers/attention/__init__.py": "",
-    "sglang/srt/layers/attention/triton_backend.py": """
-        class TritonAttnBackend:
-            def __init__(self, runner):
-                self.v_head_dim = runner.token_to_kv_pool.get_value_buffer(0)
-        """,
-    "sglang/srt/layers/attention/attention_registry.py": """
-        ATTENTION_BACKENDS = {"triton": lambda runner: "stock"}
-        """,
-    "sglang/srt/model_executor/__init__.py": "",
-    "sglang/srt/model_executor/model_runner.py": """
-        class ModelRunner:
-            def init_attention_backend(self):
-                return self.token_to_kv_pool.get_value_buffer(0)
-
-            def _get_attention_backend(self):
-                return self.token_to_kv_pool.get_value_buffer(0)
-        """,
-    "sglang/srt/server_args.py": """
-        ATTENTION_BACKEND_CHOICES = ["triton", "fa3"]
-
-        class ServerArgs:
-            def __post_init__(self):
-                pass
-        """,
-}
-
-POOL = """
-class Pool:
-    start_layer, layer_num = 4, 3
-
-    def get_value_buffer(self, layer_id):
-        return list(range(self.start_layer, self.start_layer + self.layer_num))[layer_id - self.start_layer]
-
-class Runner:
-    token_to_kv_pool = None
-"""
 
 
 def python(tmp_path: Path, *script: str, files: dict[str, str] = FAULTY, **env: str):
     """Run a script in a fresh interpreter that sees these files as SGLang and reads us as the .pth does."""
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(textwrap.dedent(text))
+    write(tmp_path, files)
     armed = "\n".join(map(textwrap.dedent, ("import sglang_pp_mla.wiring.autoload", POOL, *script)))
     return subprocess.run(
         [sys.executable, "-c", armed],
@@ -85,17 +42,6 @@ def python(tmp_path: Path, *script: str, files: dict[str, str] = FAULTY, **env: 
 def output(run: subprocess.CompletedProcess[str]) -> list[str]:
     assert run.returncode == 0, run.stderr
     return run.stdout.split("\n")[:-1]
-
-
-STATES = """
-from sglang_pp_mla.wiring.arming import decisions
-for decision in decisions():
-    print(decision.fix.name, decision.state)
-"""
-IMPORT_ALL = """
-import sglang.srt.server_args, sglang.srt.layers.attention.attention_registry
-import sglang.srt.model_executor.model_runner
-"""
 
 
 def test_a_faulty_sglang_is_mended_when_its_module_is_imported(tmp_path):
@@ -130,10 +76,11 @@ def test_an_sglang_without_the_fault_is_not_changed(tmp_path):
         IMPORT_ALL,
         STATES,
         "builders = vars(sglang.srt.model_executor.model_runner.ModelRunner)",
-        "print(type(builders['init_attention_backend']).__name__)",
+        "print(type(builders['init_attention_backend'].__wrapped__).__name__)",
         files=FAULTY | {"sglang/srt/layers/attention/triton_backend.py": fixed},
     )
-    assert output(run) == ["triton-pp applied", "buffer-probe not needed", "function"]
+    by_triton_pp_alone = "function"
+    assert output(run) == ["triton-pp applied", "buffer-probe not needed", by_triton_pp_alone]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +97,7 @@ def test_an_sglang_without_the_fault_is_not_changed(tmp_path):
         ("model_executor/model_runner", "x = 1\n", "buffer-probe", "AttributeError"),
     ],
 )
-def test_an_unrecognised_sglang_is_left_alone_with_one_warning(tmp_path, module, text, fix, missing):
+def test_an_unrecognised_sglang_is_left_alone_with_one_warning_a_fix(tmp_path, module, text, fix, missing):
     name = "sglang.srt." + module.replace("/", ".")
     run = python(
         tmp_path,
@@ -165,8 +112,7 @@ def test_an_unrecognised_sglang_is_left_alone_with_one_warning(tmp_path, module,
     )
     assert output(run)[0] == "True"
     assert f"{fix} unrecognised" in output(run)
-    assert run.stderr.count("does not recognise this SGLang") == 1
-    assert fix in run.stderr
+    assert run.stderr.count(f"The fix {fix} does not recognise this SGLang") == 1
     assert missing in run.stderr
     assert f"SGLANG_PP_MLA_DISABLE={fix}" in run.stderr
 
@@ -308,11 +254,12 @@ def test_arming_twice_and_from_many_threads_wraps_once(tmp_path):
         arm()
         import sglang.srt.model_executor.model_runner as module
         builder = vars(module.ModelRunner)["init_attention_backend"]
-        print(type(builder).__name__, type(builder.__wrapped__).__name__)
+        print(*(type(each).__name__ for each in (builder, builder.__wrapped__, builder.__wrapped__.__wrapped__)))
         """,
         STATES,
     )
-    assert output(run) == ["FunctionWrapper function", "triton-pp applied", "buffer-probe applied"]
+    once_a_fix = "FunctionWrapper FunctionWrapper function"
+    assert output(run) == [once_a_fix, "triton-pp applied", "buffer-probe applied"]
 
 
 def test_children_read_the_setting_too(tmp_path):
@@ -348,3 +295,90 @@ def test_a_broken_plugin_of_ours_is_reported_and_left_out(tmp_path):
     assert output(run) == ["triton-pp applied", "buffer-probe applied", "theirs not needed"]
     assert "broken" in run.stderr
     assert "cannot load" in run.stderr
+
+
+def test_a_plugin_of_ours_that_raises_when_asked_is_reported_and_left_out(tmp_path):
+    hooks = {
+        "raises": "raise RuntimeError('cannot say')",
+        "names_nothing": "return None",
+        "names_no_fix": "return ['a fix']",
+    }
+    plugins = {}
+    for name, body in hooks.items():
+        plugins[f"{name}-1.dist-info/METADATA"] = f"Name: {name}\nVersion: 1\n"
+        plugins[f"{name}-1.dist-info/entry_points.txt"] = f"[sglang_pp_mla]\n{name} = {name}_module\n"
+        plugins[f"{name}_module.py"] = (
+            "from sglang_pp_mla.hookspecs import hookimpl\n@hookimpl\ndef sglang_pp_mla_fixes():\n    " + body + "\n"
+        )
+    run = python(tmp_path, IMPORT_ALL, STATES, files=FAULTY | plugins)
+    assert output(run) == ["triton-pp applied", "buffer-probe applied"]
+    assert "The plugin raises failed to name its fixes" in run.stderr
+    assert "cannot say" in run.stderr
+    assert "The plugin names_nothing failed to name its fixes" in run.stderr
+    assert "The fix a fix of another package could not be armed" in run.stderr
+
+
+def test_a_change_that_imports_does_not_wait_for_a_thread_that_waits_for_it(tmp_path):
+    """Thread one changes a module and imports another, which thread two has just imported and is to change."""
+    run = python(
+        tmp_path,
+        """
+        import threading
+        from sglang_pp_mla.fixes import Fix
+        from sglang_pp_mla.wiring.arming import arm_fix
+        import sglang.srt
+        changing = threading.Event()
+
+        def first(module, changes):
+            changing.set()
+            import sglang.srt.second
+
+        def second(module, changes):
+            print("changed")
+
+        arm_fix(Fix("theirs", "", (), "", lambda root: ["here"],
+                    {"sglang.srt.first": first, "sglang.srt.second": second}))
+        import builtins
+        builtins.changing = changing
+        threads = [threading.Thread(target=__import__, args=(name,), daemon=True)
+                   for name in ("sglang.srt.second", "sglang.srt.first")]
+        [thread.start() for thread in threads]
+        [thread.join(20) for thread in threads]
+        print(any(thread.is_alive() for thread in threads))
+        import os, sys
+        sys.stdout.flush()
+        os._exit(0)
+        """,
+        files=FAULTY | {"sglang/srt/first.py": "", "sglang/srt/second.py": "changing.wait(10)"},
+    )
+    assert output(run) == ["changed", "False"]
+
+
+def test_an_sglang_whose_source_cannot_be_read_is_left_alone(tmp_path):
+    write(tmp_path, FAULTY)
+    shutil.make_archive(str(tmp_path / "sglang"), "zip", tmp_path, "sglang")
+    shutil.rmtree(tmp_path / "sglang")
+    archive = str(tmp_path / "sglang.zip")
+    run = python(tmp_path, f"import sys; sys.path.insert(0, {archive!r})", IMPORT_ALL, STATES, files={})
+    assert output(run) == ["triton-pp unrecognised", "buffer-probe unrecognised"]
+    assert f"its source cannot be read in {archive}" in run.stderr
+
+
+def test_a_process_forked_between_arming_and_import_is_armed(tmp_path):
+    run = python(
+        tmp_path,
+        """
+        import os, sglang, threading
+        child = os.fork()
+        """,
+        IMPORT_ALL,
+        STATES,
+        """
+        import sys
+        sys.stdout.flush()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+        """,
+    )
+    assert output(run) == ["triton-pp applied", "buffer-probe applied"] * 2
