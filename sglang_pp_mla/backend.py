@@ -6,12 +6,17 @@ Imported only by the factory of :mod:`sglang_pp_mla.fixes.triton_pp`, in a proce
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
+import torch
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
+from sglang_pp_mla.kernels.flat_schedule import number_of_pieces, workspace_bytes
 from sglang_pp_mla.probes import stage_local_probes
 from sglang_pp_mla.stage import Stage
+
+DECODE = "SGLANG_PP_MLA_DECODE"
 
 logger = logging.getLogger("sglang_pp_mla")
 
@@ -31,8 +36,46 @@ class TritonPPAttnBackend(TritonAttnBackend):
         with stage_local_probes(pool):
             super().__init__(model_runner, *args, **kwargs)
         refuse_mixed_value_heads(stage, pool, {self.v_head_dim, getattr(self, "swa_v_head_dim", None)})
+        self.decode = self.choose_decode(stage, model_runner)
         if not kwargs.get("skip_prefill"):
             logger.info("%s", self.describe(stage, model_runner))
+
+    def choose_decode(self, stage: Stage, model_runner: Any) -> str:
+        """Put the flat decode in place of the stock one where ``SGLANG_PP_MLA_DECODE=flat`` asks for it.
+
+        Returns what serves, in words. Raises ``ValueError`` for any other setting but ``stock``.
+        """
+        wanted = os.environ.get(DECODE, "stock")
+        if wanted not in ("stock", "flat"):
+            raise ValueError(f"{stage}: {DECODE}={wanted} is neither stock nor flat; set one of them or unset it.")
+        if wanted == "stock":
+            return f"at most {self.max_kv_splits} KV splits"
+        reason = self.flat_cannot_serve(model_runner)
+        if reason:
+            return f"at most {self.max_kv_splits} KV splits, stock since the flat decode does not serve {reason}"
+        from sglang_pp_mla.kernels.flat_attention import FlatDecode  # imports triton's language, for flat alone
+
+        pieces = number_of_pieces(self.num_head, max(1, self.device_core_count))
+        flat = FlatDecode(
+            self.decode_attention_fwd,
+            pieces=pieces,
+            num_heads=self.num_head,
+            latent=self.v_head_dim,
+            device=model_runner.device,
+        )
+        self.decode_attention_fwd = torch.compiler.disable(flat)
+        size = workspace_bytes(pieces, self.num_head, self.v_head_dim) / 2**20
+        return f"flat decode in {pieces} pieces, workspace {size:.1f} MiB"
+
+    def flat_cannot_serve(self, model_runner: Any) -> str | None:
+        """What a whole backend has that the flat decode lacks, or None."""
+        if not model_runner.use_mla_backend:
+            return "models without MLA"
+        if getattr(self, "enable_deterministic", False):
+            return "deterministic inference, whose sums must not depend on the batch"
+        if getattr(self, "dcp_size", 1) > 1:
+            return "decode context parallelism, which reads the stock log-sum-exp"
+        return None
 
     def describe(self, stage: Stage, model_runner: Any) -> str:
         """One line for the log of a rank."""
@@ -43,7 +86,7 @@ class TritonPPAttnBackend(TritonAttnBackend):
         else:
             parts.append(f"{self.num_kv_head} KV heads")
         parts.append(f"value head {self.v_head_dim}")
-        parts.append(f"at most {self.max_kv_splits} KV splits")
+        parts.append(self.decode)
         return f"triton_pp {stage}: {', '.join(parts)}"
 
 

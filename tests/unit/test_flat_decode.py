@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,3 +144,48 @@ def test_the_schedule_walks_each_token_once(lengths: list[int], pieces: int) -> 
     assert max(loads, default=0) <= flat_schedule.tokens_a_piece(sum(lengths), pieces)
     slots = [(one.piece, one.slot) for one in walked if one.slot is not None]
     assert len(set(slots)) == len(slots)
+
+
+def call(flat: ModuleType, **changed: Any) -> tuple[list[str], Any, Any]:
+    """One call in SGLang's form: what the stock function was given, the answer, and the reference."""
+    from sglang_pp_mla.kernels.flat_attention import FlatDecode
+
+    batch = Batch([40, 7], 3, 32, 16, torch.float32)
+    kv = batch.kv
+    out = torch.zeros(2, 3, 32)
+    stock: list[str] = []
+    decode = FlatDecode(lambda *args, **kwargs: stock.append("stock"), pieces=2, num_heads=3, latent=32, device="cpu")
+    given = {"k_buffer": kv, "v_buffer": kv[..., :32], "has_mla": True, "use_pdl": False, "page_size": 1, **changed}
+    rest = (out, batch.indptr, batch.indices, None, None, None, 8, 0.2)
+    decode(batch.q, given.pop("k_buffer"), given.pop("v_buffer"), *rest, *given.pop("scales", ()), **given)
+    return stock, out, batch
+
+
+def test_a_call_of_sglang_is_served(flat: ModuleType) -> None:
+    """To 0.5.9 without the cache's scales, from 0.5.10 with them."""
+    stock, out, batch = call(flat)
+    assert not stock
+    assert (out.double() - batch.reference(0.2)).abs().max() <= 1e-5
+    stock, out, batch = call(flat, scales=(0.5, 2.0), logit_cap=3.0)
+    assert not stock
+    assert (out.double() - batch.reference(0.1, 2.0, 3.0)).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"sinks": torch.zeros(3)},
+        {"score_mod": SimpleNamespace()},
+        {"xai_temperature_len": 4},
+        {"v_buffer": torch.zeros(50, 1, 32)},
+        {"v_buffer": torch.zeros(50, 2, 32), "k_buffer": torch.zeros(50, 2, 48)},
+    ],
+    ids=lambda changed: ", ".join(changed),
+)
+def test_what_is_not_covered_goes_to_stock_and_is_said_once(
+    flat: ModuleType, changed: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "sglang_pp_mla"):
+        stock, _, _ = call(flat, **changed)
+    assert stock == ["stock"]
+    assert "stock decode for layers with" in caplog.text
