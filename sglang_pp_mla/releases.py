@@ -72,7 +72,10 @@ FAULTS: Mapping[str, Mapping[str, Span]] = {
         "srt/layers/attention/wave_backend.py": ALWAYS,
         "srt/mem_cache/memory_pool.py": Span("0.5.3", "0.5.17"),
     },
+    # 0.5.10 and 0.5.10.post1 have it as well, in srt/mem_cache/hi_mamba_radix_cache.py, where it is not repaired.
+    "hicache-hybrid-layers": {"srt/mem_cache/hybrid_cache/hybrid_pool_assembler.py": Span("0.5.11", "0.5.20")},
     "ray-plugins": {"srt/ray/scheduler_actor.py": Span("0.5.11")},
+    "missing-host": {"srt/distributed/parallel_state.py": ALWAYS},
 }
 """For each fix, the files of the ``sglang`` package that have its fault, and in which releases."""
 
@@ -83,7 +86,7 @@ MODULES: Mapping[str, Span] = {
     "sglang.srt.speculative.draft_utils": Span("0.5.3.post2"),
     "sglang.srt.speculative.frozen_kv_mtp_worker_v2": Span("0.5.12"),
 }
-"""The releases in which fixes find something to change in a module. Those not listed: in every release."""
+"""The releases in which fixes find something to change in a module; of one not listed, all that need the fix."""
 
 PLUGINS = Span("0.5.11")
 """The releases that load plugins by the entry-point group ``sglang.srt.plugins``."""

@@ -7,6 +7,7 @@ missing, one sentence a thing, beginning with the file.
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
@@ -50,11 +51,18 @@ class Wheel:
         self.parse = cache(self.parse)  # type: ignore[method-assign]
         self.names = cache(self.names)  # type: ignore[method-assign]
         self.class_ = cache(self.class_)  # type: ignore[method-assign]
+        self._places: dict[str, list[str]] = {}
         self._skeleton = Skeleton(self.root, self.parse)
 
     @property
     def is_known(self) -> bool:
         return self.release in RELEASES
+
+    def places(self, fix: Fix) -> list[str]:
+        """Where the fix finds its fault."""
+        if fix.name not in self._places:
+            self._places[fix.name] = fix.evidence(self.root)
+        return self._places[fix.name]
 
     def path(self, module: str) -> str:
         """Where a module is, or would be, for people."""
@@ -161,7 +169,7 @@ def evidence(wheel: Wheel, fix: Fix) -> Iterator[str]:
     if fix.name not in FAULTS:
         yield f"sglang_pp_mla/releases.py: FAULTS says nothing of {fix.name}"
         return
-    found = {place.split(":")[0] for place in fix.evidence(wheel.root)}
+    found = {place.split(":")[0] for place in wheel.places(fix)}
     expected = {file for file, span in FAULTS[fix.name].items() if wheel.release in span}
     if wheel.is_known:
         yield from (f"{file}: {fix.name} does not find its fault" for file in sorted(expected - found))
@@ -169,7 +177,9 @@ def evidence(wheel: Wheel, fix: Fix) -> Iterator[str]:
 
 
 def changes(wheel: Wheel, fix: Fix, module: str) -> Iterator[str]:
-    """The fix's own code recognises the module, changes it, and takes all of it back."""
+    """Where the fix is needed, its own code recognises the module, changes it, and takes all of it back."""
+    if not wheel.places(fix):
+        return
     path = wheel.path(module)
     expected = wheel.release in MODULES.get(module, ALWAYS)
     if not wheel.has(module):
@@ -412,10 +422,16 @@ class Report:
 
 
 def judge(root: Path, release: str) -> Report:
-    wheel = Wheel(root, release)
-    missing = {name: list(_sentences(check, wheel)) for name, check in checks().items()}
-    needed = {fix.name: bool(fix.evidence(root)) for fix in BUILT_IN}
-    return Report(release, missing, needed, structure(wheel))
+    collects = gc.isenabled()
+    gc.disable()  # syntax trees are many objects without cycles; looking for some takes as long as all the rest
+    try:
+        wheel = Wheel(root, release)
+        missing = {name: list(_sentences(check, wheel)) for name, check in checks().items()}
+        needed = {fix.name: bool(wheel.places(fix)) for fix in BUILT_IN}
+        return Report(release, missing, needed, structure(wheel))
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _sentences(check: Callable[[Wheel], Iterator[str]], wheel: Wheel) -> Iterator[str]:

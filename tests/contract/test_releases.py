@@ -235,10 +235,12 @@ def test_the_document_is_what_the_tool_would_write(tool: ModuleType) -> None:
 
 def test_the_document_says_what_was_run_and_what_is_red(tool: ModuleType) -> None:
     green, red = report("0.5.11"), replace(report("0.5.23"), missing={"pools": ["srt/x.py: no y"]})
-    ran = {"0.5.11": {"stock": {"outcome": "dies"}, "how": "alone", "measured": "2026-01-02"}}
+    probe, stock = {"triton": 1, "triton_pp_active": 0}, {"outcome": "dies", "detail": "on PP2"}
+    ran = {"0.5.11": {"repro": probe, "stock": stock, "how": "alone", "measured": "2026-01-02"}}
     text = tool.document([green, red], ran, None)
-    assert "| 0.5.11 | needed | needed | needed | green | dies | not run | alone, 2026-01-02 |" in text
-    assert "| 0.5.23 | needed | needed | needed | **red** | not run | not run |  |" in text
+    assert "| green | dies | not run |" in text
+    assert "| **red** | not run | not run |" in text
+    assert "| 0.5.11 | another layer's, or none | right | dies: on PP2 | not run | alone | 2026-01-02 |" in text
     assert "- 0.5.23, pools: srt/x.py: no y" in text
     assert "Nothing was audited." in text
 
