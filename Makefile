@@ -3,6 +3,7 @@ SHELL := /bin/bash
 RELEASES ?= 0.5.11 0.5.23
 DEMO_RELEASE ?= 0.5.11
 PYTEST_ARGS ?=
+MATRIX_ARGS ?=
 
 # Where this is set, every process compiles SGLang and torch anew, a minute of CPU time each.
 unexport PYTHONDONTWRITEBYTECODE
@@ -12,7 +13,7 @@ PYTHON := $(shell for p in python3.11 python3 python; do \
 ENV = $(or $(PYTHON),$(error No Python on PATH: install Python 3.11 and try again)) tools/env
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint env bench clean
+.PHONY: help demo test test-all matrix lint env bench clean
 
 help: ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -30,6 +31,9 @@ bench: ## start-up, arming and decode steps, with and without this package
 	@for release in $(RELEASES); do \
 		python="$$($(ENV) $$release)" && "$$python" -P benchmarks/overhead.py || exit; \
 	done
+
+matrix: ## the real engine on release after release, stock and ours, into docs/data/matrix.json (about 30 minutes)
+	@python="$$($(ENV) 0.5.23)" && "$$python" -P tools/matrix $(MATRIX_ARGS)
 
 lint: ## ruff, mypy and the rules of the house
 	@python="$$($(ENV) lint)" && bin="$${python%/*}" && status=0; \
