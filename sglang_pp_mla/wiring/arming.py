@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import threading
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,8 +50,8 @@ def arm() -> None:
         for fix in BUILT_IN:
             arm_fix(fix)
     _mention_unknown_names(os.environ.get(DISABLE, ""))
-    _mention_other_copies()
     if not _words(os.environ.get(DISABLE, "")) & _EVERYTHING:
+        _mention_other_copies()
         wrapt.register_post_import_hook(_arm_plugins, "sglang.srt")
 
 

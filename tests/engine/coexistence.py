@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Callable
@@ -26,6 +27,13 @@ sys.path.insert(0, REPRO)
 import repro_buffer_probe as repro  # noqa: E402
 
 repro.run_without_gpu("triton")
+
+# Several threads want SGLang at once.
+threads = [threading.Thread(target=__import__, args=("sglang.srt.model_executor.model_runner",)) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
 
 import wrapt  # noqa: E402
 from sglang.srt.layers.attention import attention_registry, triton_backend  # noqa: E402
