@@ -204,11 +204,13 @@ def test_hicache_numbers_a_later_stages_layers_from_its_first(
 class TestTool:
     @pytest.fixture
     def few(self, tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-        """The tool with two known releases and a folder of its own to write to."""
+        """The tool with two known faults, two known releases and a folder of its own to write to."""
         folder = tmp_path / "patches"
         folder.mkdir()
         (folder / "README.md").write_text(f"before\n{tool.BEGIN}{tool.END}after\n")
         monkeypatch.setattr(tool, "PATCHES", folder)
+        fixes = [fix for fix in BUILT_IN if fix.name in ("buffer-probe", "ray-plugins")]
+        monkeypatch.setattr(tool, "BUILT_IN", fixes)
         monkeypatch.setattr(tool, "RELEASES", ("0.5.11", "0.5.12"))
         return tool
 
