@@ -162,7 +162,6 @@ def replace_runner() -> None:
     class Theirs(ModelRunner):  # inherits the builders
         pass
 
-    seen.append("class")
     hook(RUNNER, (HookType.REPLACE, Theirs))
 
 
@@ -249,6 +248,7 @@ def build(case: str, backend: str, folder: Path) -> dict[str, Any]:
         release.build_backend(runner)
         built = runner.attn_backend
     return {
+        "runner": type(runner).__name__,
         "classes": [cls.__name__ for cls in type(built).__mro__],
         "v_head_dim": built.v_head_dim,
         "left_on_pool": sorted(name for name in vars(pool) if name.startswith("get_")),
@@ -283,7 +283,7 @@ def run_case(case: str) -> dict[str, Any]:
 
     outcome: dict[str, Any] = {"case": case}
     for backend in ("triton", "triton_pp"):
-        seen.clear() if case != "runner-replace" else None
+        seen.clear()
         outcome[backend] = build(case, backend, folder) | {"seen": list(seen)}
     return outcome | {"said": said, "states": {each.fix.name: each.state for each in decisions()}}
 
