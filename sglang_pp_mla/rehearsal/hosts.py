@@ -270,12 +270,14 @@ def two_networks() -> Iterator[tuple[tuple[str, ...], ...]]:
 
 def _take_away(enter: Sequence[str], python: str, scratch: Path) -> None:
     """Leave the host without this package, as if it had never been installed there."""
-    question = "import sglang_pp_mla; print(sglang_pp_mla.__path__[0])"
-    found = subprocess.run([python, "-P", "-c", question], capture_output=True, text=True, timeout=60, check=True)
+    question = "from importlib.metadata import distribution; print(distribution('sglang-pp-mla').locate_file(''))"
+    found = subprocess.run([python, "-P", "-c", question], capture_output=True, text=True, timeout=60)
+    if found.returncode:
+        raise RehearsalError(f"{python} has no sglang-pp-mla that could be taken away; install the package there.")
     upper, work = scratch / "upper", scratch / "work"
     upper.mkdir(parents=True)
     work.mkdir()
-    site_packages = Path(found.stdout.strip()).parent
+    site_packages = Path(found.stdout.strip())
     _run(
         [*enter, "sh", "-ec", _TAKE_AWAY, "sh", str(site_packages), str(upper), str(work)],
         "Taking the package away from a host",
