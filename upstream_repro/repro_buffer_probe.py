@@ -16,7 +16,8 @@ layers [start, start + n) and indexes them as `layer_id - start`, so the index i
 What is real: the installed SGLang's pool, its attention backend, its ModelRunner's method that builds
 the backend, its split of the layers, its ServerArgs and ModelConfig. What stands in: the runner (a
 ModelRunner whose __init__ did not run, so no weights), and GPU libraries that cannot be imported here
-(sgl_kernel; wave_lang for --backend wave). All stages are built in one process.
+(sgl_kernel; wave_lang for --backend wave; vllm, which releases to 0.5.7 import). All stages are built in
+one process.
 
 Exit status: 0 no stage asks for a layer it does not hold; 1 one does; 2 wrong input; 3 the backend could
 not be built here for another reason, so nothing is known.
@@ -87,6 +88,13 @@ class PlaceholderFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
+def wants_vllm() -> bool:
+    """To 0.5.7 SGLang on a CPU imports vllm's activations, used or not, and does not require vllm."""
+    (folder,) = importlib.util.find_spec("sglang").submodule_search_locations
+    activation = Path(folder, "srt", "layers", "activation.py")
+    return "from vllm." in activation.read_text() and importlib.util.find_spec("vllm") is None
+
+
 def run_without_gpu(backend: str) -> list[str]:
     """Set up this process for a CPU; returns the libraries that are replaced."""
     os.environ.update(
@@ -101,6 +109,8 @@ def run_without_gpu(backend: str) -> list[str]:
     replaced = ["sgl_kernel"]
     if backend == "wave" and importlib.util.find_spec("wave_lang") is None:
         replaced.append("wave_lang")
+    if wants_vllm():
+        replaced.append("vllm")
     sys.meta_path.insert(0, PlaceholderFinder(set(replaced)))
     return replaced
 
@@ -172,7 +182,9 @@ class Release:
         )
         set_global_server_args_for_scheduler(server_args)
         self.init_process_groups(server_args)
-        return server_args, ModelConfig.from_server_args(server_args)
+        model_config = ModelConfig.from_server_args(server_args)
+        self.init_attention_group(server_args, model_config)
+        return server_args, model_config
 
     def init_process_groups(self, server_args):
         """Groups of one rank. Which stage is built is a matter of the pool, not of the groups."""
@@ -190,6 +202,13 @@ class Release:
             distributed_init_method=f"file://{self.folder / 'rendezvous'}",
         )
         parallel_state.initialize_model_parallel()
+
+    def init_attention_group(self, server_args, model_config):
+        """To 0.5.9 backends learn their share of the heads from a group of its own."""
+        from sglang.srt.layers import dp_attention
+
+        if getattr(dp_attention, "_ATTN_TP_SIZE", 1) is None:
+            dp_attention.initialize_dp_attention(server_args, model_config)
 
     def publish_rank(self, server_args):
         """Newer releases take their ranks from the launcher, not from the groups."""

@@ -2,15 +2,18 @@
 
 What is set, and why, as found on SGLang 0.5.11 and 0.5.23:
 
-===============================  ==========================================================================
-``TRITON_INTERPRET``             Triton's own interpreter runs the attention kernels
-``SGLANG_USE_CPU_ENGINE``        SGLang takes its CPU path
-``SGLANG_NCCL_SO_PATH``          a file that does not exist, so the pipeline group uses Gloo
-``SGLANG_CPU_OMP_THREADS_BIND``  one CPU set a rank, on releases that count every rank (0.5.19 and later)
-``TORCH_COMPILE_DISABLE``        functions SGLang marks for torch.compile run as they are: compiling them in
-                                 every process takes longer than all that a rehearsal asks of them
-``PYTHONPATH``                   the replacement for the CUDA kernel library comes first
-===============================  ==========================================================================
+===================================  ==========================================================================
+``TRITON_INTERPRET``                 Triton's own interpreter runs the attention kernels
+``SGLANG_USE_CPU_ENGINE``            SGLang takes its CPU path
+``SGLANG_NCCL_SO_PATH``              a file that does not exist, so the pipeline group uses Gloo
+``SGLANG_CPU_OMP_THREADS_BIND``      one CPU set a rank, on releases that count every rank (0.5.19 and later)
+``TORCH_COMPILE_DISABLE``            functions SGLang marks for torch.compile run as they are: compiling them in
+                                     every process takes longer than all that a rehearsal asks of them
+``PYTHONPATH``                       the replacement for the CUDA kernel library comes first
+``SGLANG_PP_MLA_REHEARSAL_VLLM``     it answers ``vllm`` too, where the CPU path imports that (to 0.5.7)
+``SGLANG_PP_MLA_REHEARSAL_STREAMS``  it gives stages the CPU's streams, where they use CUDA's on any device
+                                     (0.5.7 to 0.5.10.post1)
+===================================  ==========================================================================
 """
 
 from __future__ import annotations
@@ -102,6 +105,23 @@ def wants_cpu_sets(folder: Path) -> bool:
     return False
 
 
+def _mentions(module: Path, text: str) -> bool:
+    try:
+        return text in module.read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+def wants_vllm(folder: Path) -> bool:
+    """Whether the CPU path of the SGLang in ``folder`` takes layers from vllm, which it does not require."""
+    return _mentions(folder / "srt/layers/activation.py", "from vllm.model_executor.layers.activation import")
+
+
+def wants_cuda_streams(folder: Path) -> bool:
+    """Whether the pipeline's event loop of the SGLang in ``folder`` uses CUDA's streams on any device."""
+    return _mentions(folder / "srt/managers/scheduler_pp_mixin.py", "torch.cuda.current_stream()")
+
+
 def cpu_sets(cpus: Sequence[int], ranks: int) -> str:
     """Share ``cpus`` out over ``ranks``: sets joined by ``|``, for example ``0|0|1|1``.
 
@@ -155,6 +175,10 @@ def rehearsal_environment(
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = cpu_sets(cpus, ranks)
     elif tp_size > 1:
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = cpu_sets(cpus, tp_size)
+    if wants_vllm(installation.folder):
+        environment["SGLANG_PP_MLA_REHEARSAL_VLLM"] = "1"
+    if wants_cuda_streams(installation.folder):
+        environment["SGLANG_PP_MLA_REHEARSAL_STREAMS"] = "1"
     if partition is not None:
         environment["SGLANG_PP_LAYER_PARTITION"] = partition
     environment.update(extra or {})

@@ -15,6 +15,7 @@ import pytest
 
 from sglang_pp_mla.rehearsal import (
     KERNEL_LIBRARY,
+    Installation,
     RehearsalError,
     engine,
     find_sglang,
@@ -159,6 +160,44 @@ except RuntimeError as error:
     )
     assert done.returncode == 0, done.stderr
     assert "sgl_kernel.gemm.fp8" in done.stdout
+
+
+def old_release(folder: Path, module: str, source: str) -> Installation:
+    """A package ``sglang`` of one module."""
+    path = folder / "sglang" / f"{module}.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for package in (path.parent, *path.relative_to(folder).parents[1:-1]):
+        (folder / package / "__init__.py").touch()
+    path.write_text(source)
+    return Installation(sys.executable, None, folder / "sglang")
+
+
+def in_a_rehearsal_of(release: Installation, code: str) -> str:
+    """What ``code`` raises there, if anything."""
+    env = rehearsal_environment(release, pp_size=1, extra={"PYTHONPATH": str(release.folder.parent)})
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True)
+    return done.stderr.rstrip().rpartition("\n")[2] if done.returncode else ""
+
+
+def test_where_a_release_takes_layers_from_vllm_it_keeps_its_own(tmp_path: Path) -> None:
+    own = "class SiluAndMul: pass\nown = SiluAndMul\n"
+    wants = f"{own}from vllm.model_executor.layers.activation import SiluAndMul\n"
+    code = """
+import importlib.util
+from sglang.srt.layers import activation
+from vllm import _custom_ops
+assert activation.SiluAndMul is activation.own
+assert importlib.util.find_spec("vllm.logger") is None
+"""
+    assert in_a_rehearsal_of(old_release(tmp_path, "srt/layers/activation", wants), code) == ""
+    without = in_a_rehearsal_of(old_release(tmp_path, "srt/layers/activation", own), code)
+    assert without == "ModuleNotFoundError: No module named 'vllm'"
+
+
+def test_where_stages_use_cudas_streams_they_get_the_cpus(tmp_path: Path) -> None:
+    wants = "import torch\nevent = torch.cuda.Event()\nevent.record(torch.cuda.current_stream())\n"
+    release = old_release(tmp_path, "srt/managers/scheduler_pp_mixin", wants)
+    assert in_a_rehearsal_of(release, "import sglang.srt.managers.scheduler_pp_mixin") == ""
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Answer ``sgl_kernel`` in the processes of a rehearsal, which have no GPU to load the real one on.
 
+Older releases need more: ``vllm``, which their CPU path imports without requiring it, and streams that
+are not CUDA's.
+
 The folder of this file goes on ``PYTHONPATH`` of those processes and of no others. It imports nothing
 outside the standard library, and nothing of SGLang.
 """
@@ -13,6 +16,15 @@ import sys
 import types
 
 _LIBRARY = "sgl_kernel"
+# SGLang to 0.5.7 ends these modules, on a CPU, with an import of vllm's classes over its own.
+_INSTEAD = {
+    "vllm.model_executor.layers.activation": "sglang.srt.layers.activation",
+    "vllm.model_executor.layers.layernorm": "sglang.srt.layers.layernorm",
+}
+_VLLM = ()
+if os.environ.get("SGLANG_PP_MLA_REHEARSAL_VLLM") == "1":
+    _VLLM = ("vllm", "vllm._custom_ops", "vllm.model_executor", "vllm.model_executor.layers", *_INSTEAD)
+_EVENT_LOOP = "sglang.srt.managers.scheduler_pp_mixin"
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -52,23 +64,42 @@ class _AbsentModule(types.ModuleType):
         return _Absent(f"{self.__name__}.{name}")
 
 
+class _Unchanged(types.ModuleType):
+    """In place of vllm's layers, SGLang's own of the same name, which have a plain torch path."""
+
+    def __getattr__(self, name):
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        return getattr(sys.modules[_INSTEAD[self.__name__]], name)
+
+
 class _Finder:
     """Meta-path finder and loader of the replacement, for the library and all its submodules."""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        if name == _LIBRARY or name.startswith(_LIBRARY + "."):
+        if name == _LIBRARY or name.startswith(_LIBRARY + ".") or name in _VLLM:
             # Every one is a package, so that any submodule a release asks for is found as well.
             return importlib.machinery.ModuleSpec(name, cls, origin="rehearsal", is_package=True)
+        if name == _EVENT_LOOP and os.environ.get("SGLANG_PP_MLA_REHEARSAL_STREAMS") == "1":
+            _streams_of_the_cpu()
         return None
 
     @staticmethod
     def create_module(spec):
-        return _AbsentModule(spec.name)
+        return _Unchanged(spec.name) if spec.name in _INSTEAD else _AbsentModule(spec.name)
 
     @staticmethod
     def exec_module(module):
         return None
+
+
+def _streams_of_the_cpu():
+    """What later releases do here: take streams and events of the device at hand, which on a CPU do nothing."""
+    import torch
+
+    torch.cuda.current_stream = torch.cpu.current_stream
+    torch.cuda.Event = torch.cpu.Event
 
 
 def _run_the_shadowed_one():
