@@ -145,6 +145,12 @@ def test_the_record_is_what_the_wheels_say(tool, found):
     assert json.loads(tool.RECORD.read_text("utf-8")) == tool.as_records(found), "run: tools/audit --write"
 
 
+def test_each_known_release_by_itself_brings_nothing_new(tool, found):
+    assert tool.unrecorded(found) == []
+    (hisparse,) = [key for key in found if "swap_in_selected_pages" in key[0] and key[1] == "lru_slots[layer_id]"]
+    assert tool.unrecorded({hisparse: {"0.5.11"}}) == []
+
+
 @pytest.mark.parametrize(
     ("body", "code"),
     [
