@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
+from sglang_pp_mla.fixes.fix import Changes
 from sglang_pp_mla.kernels.flat_schedule import number_of_pieces, workspace_bytes
-from sglang_pp_mla.probes import stage_local_probes
+from sglang_pp_mla.kv_splits import fit_kv_splits
+from sglang_pp_mla.probes import held_layers, stage_local_probes
 from sglang_pp_mla.stage import Stage
 
 DECODE = "SGLANG_PP_MLA_DECODE"
+# Lifts the number of KV splits that the user asked for to the number of multiprocessors, from 0.5.12 on.
+_LIFT = "_mla_decode_kv_splits_cap"
 
 logger = logging.getLogger("sglang_pp_mla")
 
@@ -29,16 +36,48 @@ class TritonPPAttnBackend(TritonAttnBackend):
     one whose layers differ in the size of their value heads.
     """
 
+    max_kv_splits: int
+    decode_attention_fwd: Callable[..., Any]
+
     def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
         stage = stage_of(model_runner)
         pool = model_runner.token_to_kv_pool
         refuse_without_attention(stage, pool)
-        with stage_local_probes(pool):
+        # What the user asked for, where the release has lifted the cap of KV splits beyond it.
+        self.asked_kv_splits: int | None = None
+        with stage_local_probes(pool), Changes() as meanwhile:
+            if lift := vars(triton_backend).get(_LIFT):
+                meanwhile.put(vars(triton_backend), _LIFT, partial(self._note_asked, lift))
             super().__init__(model_runner, *args, **kwargs)
         refuse_mixed_value_heads(stage, pool, {self.v_head_dim, getattr(self, "swa_v_head_dim", None)})
+        self.fit_kv_splits(slots=1)
         self.decode = self.choose_decode(stage, model_runner)
         if not kwargs.get("skip_prefill"):
             logger.info("%s", self.describe(stage, model_runner))
+
+    def _note_asked(self, lift: Callable[..., int], asked: int, *args: Any) -> int:
+        self.asked_kv_splits = asked
+        return lift(asked, *args)
+
+    def fit_kv_splits(self, slots: int) -> None:
+        """Lower the cap of KV splits to what a stage that keeps all heads can use, where the release lifted it.
+
+        Deterministic inference keeps its own, which belongs to its tile size.
+        """
+        if self.asked_kv_splits is not None and not getattr(self, "enable_deterministic", False):
+            self.max_kv_splits = fit_kv_splits(
+                self.max_kv_splits,
+                self.asked_kv_splits,
+                num_heads=self.num_head,
+                value_width=self.v_head_dim,
+                sm_count=self.device_core_count,
+                slots=slots,
+            )
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """Here the partial results are kept for every slot, so here their number counts."""
+        self.fit_kv_splits(max_num_tokens)
+        super().init_cuda_graph_state(max_bs, max_num_tokens, *args, **kwargs)
 
     def choose_decode(self, stage: Stage, model_runner: Any) -> str:
         """Put the flat decode in place of the stock one where ``SGLANG_PP_MLA_DECODE=flat`` asks for it.
@@ -64,6 +103,7 @@ class TritonPPAttnBackend(TritonAttnBackend):
             device=model_runner.device,
         )
         self.decode_attention_fwd = torch.compiler.disable(flat)
+        self.max_kv_splits = 1  # the stock partial results are not used
         size = workspace_bytes(pieces, self.num_head, self.v_head_dim) / 2**20
         return f"flat decode in {pieces} pieces, workspace {size:.1f} MiB"
 
@@ -75,6 +115,10 @@ class TritonPPAttnBackend(TritonAttnBackend):
             return "deterministic inference, whose sums must not depend on the batch"
         if getattr(self, "dcp_size", 1) > 1:
             return "decode context parallelism, which reads the stock log-sum-exp"
+        pool = model_runner.token_to_kv_pool
+        layer_id = held_layers(pool)[0]
+        if pool.get_key_buffer(layer_id).data_ptr() != pool.get_value_buffer(layer_id).data_ptr():
+            return "a KV cache whose values are no part of its keys"
         return None
 
     def describe(self, stage: Stage, model_runner: Any) -> str:

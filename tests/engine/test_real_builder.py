@@ -49,12 +49,29 @@ with tempfile.TemporaryDirectory() as folder:
                 "own_methods": pool.get_value_buffer.__func__ is type(pool).get_value_buffer,
                 "said": list(said),
             })
-print(json.dumps(built))
+
+# The kernels' cap of KV splits as it would be on a GPU of 64 multiprocessors, and the room kept for 256 slots.
+from sglang.srt.layers.attention import triton_backend
+caps = {}
+if hasattr(triton_backend, "_mla_decode_kv_splits_cap"):
+    triton_backend._mla_decode_kv_splits_cap = lambda asked, *_: 256
+    triton_backend.get_device_core_count = lambda *_: 64
+    with tempfile.TemporaryDirectory() as folder:
+        for backend in ("triton", "triton_pp"):
+            release = repro.Release(Path(folder), backend, "mla")
+            server_args, model_config = release.configure(layers=7)
+            runner = release.runner(server_args, model_config, release.pool(model_config, 4, 7))
+            with contextlib.suppress(AttributeError):
+                runner.pp_group = types.SimpleNamespace(rank_in_group=1, world_size=2)
+            release.build_backend(runner)
+            runner.attn_backend.init_cuda_graph_state(256, 256)
+            caps[backend] = runner.attn_backend.cuda_graph_attn_logits.shape[2]
+print(json.dumps({"built": built, "caps": caps}))
 """
 
 
 @pytest.fixture(scope="module")
-def built() -> list[dict[str, Any]]:
+def result() -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", BUILD, str(ROOT / "upstream_repro")],
         env={key: value for key, value in os.environ.items() if key != "SGLANG_PP_MLA_DISABLE"},
@@ -64,8 +81,14 @@ def built() -> list[dict[str, Any]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    result: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
+
+
+@pytest.fixture(scope="module")
+def built(result: dict[str, Any]) -> list[dict[str, Any]]:
+    given: list[dict[str, Any]] = result["built"]
+    return given
 
 
 def test_every_stage_gets_its_backend_with_the_right_head_size(built: list[dict[str, Any]]) -> None:
@@ -86,3 +109,10 @@ def test_triton_pp_says_one_line_a_stage_and_triton_none(built: list[dict[str, A
     assert [len(each) for each in lines] == [0, 0, 1, 1]
     assert lines[3][0].startswith("triton_pp PP1 of 2")
     assert "(layers 4-6): 16 heads, latent 512 + rope 64, value head 512, at most" in lines[3][0]
+
+
+def test_the_room_for_kv_splits_is_what_a_stage_can_use(result: dict[str, Any]) -> None:
+    """16 heads make one head tile: 128 splits of 256 slots are a gibibyte, and more than 64 multiprocessors."""
+    if not result["caps"]:
+        pytest.skip("this SGLang keeps to the number of KV splits that the user asked for")
+    assert result["caps"] == {"triton": 256, "triton_pp": 128}
