@@ -345,6 +345,8 @@ def test_upstream_repro_passes_on_the_patched_tree(backend: str, kv: str, tool: 
 
 WITNESS = """
 import sys, types
+import repro_buffer_probe
+repro_buffer_probe.run_without_gpu("triton")
 try:
     import ray
 except ModuleNotFoundError:
@@ -353,7 +355,9 @@ except ModuleNotFoundError:
 import inspect
 from sglang.srt.ray.scheduler_actor import SchedulerActor
 actor = getattr(SchedulerActor, "__ray_actor_class__", SchedulerActor)
-actor.__init__(object.__new__(actor), *[None] * (len(inspect.signature(actor.__init__).parameters) - 1))
+parameters = inspect.signature(actor.__init__).parameters.values()  # Ray adds one of its own, by keyword only
+ours = [each for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
+actor.__init__(object.__new__(actor), *[None] * (len(ours) - 1))
 """
 
 
@@ -365,7 +369,7 @@ def test_the_patched_ray_actor_loads_plugins_before_anything_else(tool: ModuleTy
     (plugin / "witness-1.dist-info/entry_points.txt").write_text("[sglang.srt.plugins]\nwitness = witness:leave\n")
     (plugin / "witness.py").write_text("def leave():\n    raise SystemExit(77)\n")
     path = patched(tool, installed_package(), INSTALLED, tmp_path)
-    done = run_python("-c", WITNESS, path=[path, plugin])
+    done = run_python("-c", WITNESS, path=[path, plugin, PROBE.parent])
     assert done.returncode == 77, done.stdout + done.stderr
 
 
