@@ -72,6 +72,10 @@ FAULTS: Mapping[str, Mapping[str, Span]] = {
         "srt/layers/attention/wave_backend.py": ALWAYS,
         "srt/mem_cache/memory_pool.py": Span("0.5.3", "0.5.17"),
     },
+    "mla-geometry": {
+        "srt/layers/attention/triton_ops/decode_attention.py": Span("0.5.12", "0.5.15.post1"),
+        "kernels/ops/attention/decode_attention.py": Span("0.5.16"),
+    },
     # 0.5.10 and 0.5.10.post1 have it as well, in srt/mem_cache/hi_mamba_radix_cache.py, where it is not repaired.
     "hicache-hybrid-layers": {"srt/mem_cache/hybrid_cache/hybrid_pool_assembler.py": Span("0.5.11", "0.5.20")},
     "ray-plugins": {"srt/ray/scheduler_actor.py": Span("0.5.11")},
@@ -80,6 +84,8 @@ FAULTS: Mapping[str, Mapping[str, Span]] = {
 """For each fix, the files of the ``sglang`` package that have its fault, and in which releases."""
 
 MODULES: Mapping[str, Span] = {
+    "sglang.kernels.ops.attention.decode_attention": Span("0.5.16"),
+    "sglang.srt.layers.attention.triton_ops.decode_attention": Span("0.5.3", "0.5.15.post1"),
     "sglang.srt.model_executor.model_runner_components.attention_backend_setup": Span("0.5.16"),
     "sglang.srt.ray.engine": Span("0.5.11"),
     "sglang.srt.ray.scheduler_actor": Span("0.5.10"),

@@ -94,10 +94,10 @@ class Fix:
     changes: Mapping[str, Change] = field(default_factory=dict)
 
 
-def lines_matching(root: Path, folder: str, pattern: Any) -> list[str]:
+def lines_matching(root: Path, folder: str, pattern: Any, files: str = "*.py") -> list[str]:
     """Places, ``"path:line"`` relative to ``root``, in a folder's own Python files that match a regex."""
     places = []
-    for path in sorted((root / folder).glob("*.py")):
+    for path in sorted((root / folder).glob(files)):
         text = path.read_text(encoding="utf-8", errors="replace")
         for match in pattern.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
