@@ -126,13 +126,23 @@ class TestResults:
     def test_a_part_is_missing_until_it_has_been_run(self, matrix: ModuleType) -> None:
         done = {"outcome": "answers", "detail": "", "seconds": 1}
         failed = {"outcome": "not run", "detail": "no disk", "seconds": 0}
-        assert matrix.missing_parts({}) == ["repro", "stock", "triton_pp"]
-        assert matrix.missing_parts({"repro": {"triton": 1}, "stock": failed, "triton_pp": done}) == ["stock"]
+        assert matrix.missing_parts("0.5.11", {}) == ["repro", "stock", "triton_pp"]
+        results = {"0.5.11": {"repro": {"triton": 1}, "stock": failed, "triton_pp": done}}
+        assert matrix.missing_parts("0.5.11", results) == ["stock"]
+        assert matrix.missing_parts("0.5.3", {}) == ["repro"]
 
-    @pytest.mark.parametrize(("outcome", "good"), [("answers", True), ("builds", True), ("wrong", False)])
-    def test_only_triton_pp_decides(self, matrix: ModuleType, outcome: str, good: bool) -> None:
-        entry = {"repro": {"triton": 1}, "stock": {"outcome": "died"}, "triton_pp": {"outcome": outcome}}
-        assert matrix.is_good(entry) is good
+    @pytest.mark.parametrize(
+        ("outcome", "status", "good"),
+        [("answers", 0, True), ("builds", 0, True), ("wrong", 0, False), ("answers", 1, False)],
+    )
+    def test_only_what_this_package_does_decides(
+        self, matrix: ModuleType, outcome: str, status: int, good: bool
+    ) -> None:
+        repro = {"triton": 1, "triton_pp_active": status}
+        results = {"0.5.11": {"repro": repro, "stock": {"outcome": "died"}, "triton_pp": {"outcome": outcome}}}
+        assert matrix.is_good("0.5.11", results) is good
+        assert matrix.is_good("0.5.3", {"0.5.3": {"repro": repro}}) is (status == 0)
+        assert not matrix.is_good("0.5.23", results)
 
     def test_they_are_kept_in_the_order_of_releases_and_read_back(self, matrix: ModuleType) -> None:
         results = {release: {"how": release} for release in reversed(matrix.RELEASES)}
@@ -152,7 +162,7 @@ class TestResults:
         (kept,) = matrix.load().values()
         assert {kept[part]["outcome"] for part in matrix.PARTS} == {"not run"}
         assert "tools/env" in kept["stock"]["detail"]
-        assert matrix.missing_parts(kept) == list(matrix.PARTS)
+        assert matrix.missing_parts("0.5.11", matrix.load()) == list(matrix.PARTS)
 
     def test_what_is_measured_is_not_run_again(self, matrix: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         answered = {"outcome": "answers", "detail": "", "seconds": 1}
@@ -178,4 +188,4 @@ class TestResults:
         with pytest.raises(SystemExit) as stop:
             matrix.main()
         assert stop.value.code == 2
-        assert "'0.4.9' is not one of 0.5.6.post2" in capsys.readouterr().err
+        assert "'0.4.9' is not one of 0.5.3" in capsys.readouterr().err
