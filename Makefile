@@ -32,7 +32,7 @@ bench: ## start-up, arming and decode steps, with and without this package
 		python="$$($(ENV) $$release)" && "$$python" -P benchmarks/overhead.py || exit; \
 	done
 
-matrix: ## the real engine on release after release, stock and ours, into docs/data/matrix.json (about 30 minutes)
+matrix: ## the real engine on release after release, stock and ours, into docs/data/matrix.json (about 45 minutes)
 	@python="$$($(ENV) 0.5.23)" && "$$python" -P tools/matrix $(MATRIX_ARGS)
 
 lint: ## ruff, mypy and the rules of the house
