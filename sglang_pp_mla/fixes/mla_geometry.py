@@ -9,7 +9,8 @@ from typing import Any
 
 from sglang_pp_mla.fixes.fix import Changes, Fix, Unrecognised, lines_matching
 
-_VALUES_FROM_KEYS = re.compile(r"\bv = tl\.trans\(k\)")
+# The kernel is told to take values from keys whatever the tiles' widths.
+_VALUES_FROM_KEYS = re.compile(r"^ *HAS_MLA=has_mla,$", re.M)
 _MODULES = ("sglang.srt.layers.attention.triton_ops.decode_attention", "sglang.kernels.ops.attention.decode_attention")
 # Key widths whose rope part the launcher puts in a tile of its own.
 _SPLIT = {576: 512, 288: 256}
@@ -50,7 +51,7 @@ FIX = Fix(
         "first token. They get their values loaded, as up to 0.5.11."
     ),
     upstream=(),
-    goes_away="when SGLang's launcher puts the rope part of any MLA geometry in a tile of its own",
+    goes_away="when SGLang takes values from keys only where the tiles are equally wide",
     evidence=evidence,
     changes=dict.fromkeys(_MODULES, change_decode),
 )
