@@ -25,7 +25,10 @@ def decoded() -> dict[str, dict[str, Any]]:
             *(sys.executable, "-P", "-W", "ignore", str(HERE / "decode_geometries.py")),
             *(str(HERE.parents[1] / "upstream_repro"), *EQUAL_TILES, *OTHERS),
         ],
-        env={key: value for key, value in os.environ.items() if key != "SGLANG_PP_MLA_DISABLE"},
+        env={
+            **{key: value for key, value in os.environ.items() if key != "SGLANG_PP_MLA_DISABLE"},
+            "TRITON_INTERPRET": "1",
+        },
         capture_output=True,
         text=True,
         timeout=900,
