@@ -100,7 +100,6 @@ def run_without_gpu(backend: str) -> list[str]:
     os.environ.update(
         CUDA_VISIBLE_DEVICES="",
         HIP_VISIBLE_DEVICES="",
-        TRITON_INTERPRET="1",
         SGLANG_USE_CPU_ENGINE="1",
         SGLANG_NCCL_SO_PATH="/nonexistent.so",
     )
@@ -165,7 +164,7 @@ class Release:
     def configure(self, layers: int):
         """Real arguments and a real model configuration, published as a scheduler would."""
         from sglang.srt.configs.model_config import ModelConfig
-        from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+        from sglang.srt.server_args import ServerArgs
 
         server_args = ServerArgs(
             model_path=model_folder(self.folder, self.kv, layers),
@@ -180,7 +179,10 @@ class Release:
             mem_fraction_static=0.3,
             chunked_prefill_size=-1,
         )
-        set_global_server_args_for_scheduler(server_args)
+        with contextlib.suppress(ImportError):  # 0.5.3 and 0.5.3.post1 have none
+            from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+            set_global_server_args_for_scheduler(server_args)
         self.init_process_groups(server_args)
         model_config = ModelConfig.from_server_args(server_args)
         self.init_attention_group(server_args, model_config)
@@ -285,6 +287,9 @@ class Release:
                 dflash_target_layer_ids=None,
                 is_dspark=False,
             ),
+            "eagle_use_aux_hidden_state": False,
+            "dflash_use_aux_hidden_state": False,
+            "_linear_attn_registry_cache": None,
             "start_layer": pool.start_layer,
             "end_layer": pool.start_layer + pool.layer_num,
             "num_effective_layers": pool.layer_num,
