@@ -11,6 +11,16 @@ from packaging.version import Version
 from sglang_pp_mla.rehearsal.shrink import kimi_k26
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What `make test` runs on one release alone is among the longest tests on any other."""
+    installed = importlib.metadata.version("sglang")
+    for item in items:
+        mark = item.get_closest_marker("release")
+        if mark is not None and mark.args != (installed,):
+            item.add_marker("longest")
+
+
 @pytest.fixture(scope="session")
 def sglang_release() -> Version:
     """The installed SGLang. There is none to do without, so its absence is an error and not a skip."""

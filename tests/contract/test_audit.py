@@ -15,6 +15,7 @@ import pytest
 from sglang_pp_mla.releases import RELEASES
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.release("0.5.23")
 
 
 @pytest.fixture(scope="module")

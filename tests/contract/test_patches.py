@@ -22,6 +22,7 @@ from sglang_pp_mla.fixes import BUILT_IN, Fix
 from sglang_pp_mla.releases import RELEASES
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.release("0.5.11")
 PATCHES = ROOT / "patches"
 PROBE = ROOT / "upstream_repro" / "repro_buffer_probe.py"
 INSTALLED = version("sglang")

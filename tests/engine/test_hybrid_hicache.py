@@ -14,6 +14,7 @@ from sglang_pp_mla.fixes.hybrid_hicache import FIX
 from sglang_pp_mla.rehearsal.environment import find_sglang, rehearsal_environment
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.release("0.5.11")
 INSTALLATION = find_sglang()
 
 needs_fault = pytest.mark.skipif(

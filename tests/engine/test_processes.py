@@ -19,7 +19,7 @@ from tests.e2e.compare import assert_same
 from tests.e2e.witness import NEW_TOKENS, PROMPTS, Witness, show
 from tests.engine.installation import add_witnesses
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.release("0.5.23")]
 
 REPLICAS, STAGES = 2, 2
 

@@ -14,7 +14,7 @@ from sglang_pp_mla.rehearsal.hosts import Hosts, NoNamespaces, two_hosts, two_ne
 from tests.e2e.compare import assert_same
 from tests.e2e.witness import NEW_TOKENS, PROMPTS, Witness, show
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.release("0.5.11")]
 
 READY_S = 500
 # A host that is gone is noticed within this time, and so is one that never joins after its time-out.

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from sglang_pp_mla.kernels import flat_schedule
 
+pytestmark = pytest.mark.release("0.5.23")
 EXAMPLES = int(os.environ.get("FLAT_DECODE_EXAMPLES", "60"))
 
 
