@@ -143,6 +143,7 @@ class TestResults:
         assert matrix.is_good("0.5.11", results) is good
         assert matrix.is_good("0.5.3", {"0.5.3": {"repro": repro}}) is (status == 0)
         assert not matrix.is_good("0.5.23", results)
+        assert not matrix.is_good("0.5.11", {"0.5.11": {"repro": repro, "triton_pp": {"outcome": outcome}}})
 
     def test_they_are_kept_in_the_order_of_releases_and_read_back(self, matrix: ModuleType) -> None:
         results = {release: {"how": release} for release in reversed(matrix.RELEASES)}
