@@ -96,7 +96,7 @@ class Host:
 
     def __str__(self) -> str:
         ranks = ", ".join(f"PP{rank}" for rank in self.stages)
-        return f"host {self.node_rank} ({self.name}, {self.address}; {ranks})"
+        return f"Host {self.node_rank} ({self.name}, {self.address}; {ranks})"
 
     def kill(self) -> None:
         """SIGKILL to every process of the host's server; the host's network stays."""
@@ -179,7 +179,7 @@ class Hosts:
             code = host.server.poll()
             if code is not None:
                 host.server.wait(5)
-                raise self._failure(f"{str(host).capitalize()} ended with status {code} {when}", host)
+                raise self._failure(f"{host} ended with status {code} {when}", host)
 
     def _failure(self, message: str, host: Host, timed_out: bool = False) -> EngineFailure:
         death = find_death(host.server.lines, of_stages_only=True)
