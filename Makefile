@@ -21,7 +21,7 @@ help: ## what there is to make
 demo: ## the crash and the cure, on four CPU stages of the real server
 	@python="$$($(ENV) $(DEMO_RELEASE))" && "$$python" -m sglang_pp_mla.cli demo
 
-test: ## all tests but the longest, on each of RELEASES, building what is missing
+test: ## all but the longest, on each of RELEASES; what takes minutes, on one of them
 	@PYTHON="$(PYTHON)" PYTEST_ARGS="$(PYTEST_ARGS)" tools/test "not longest" $(RELEASES)
 
 test-all: ## all tests

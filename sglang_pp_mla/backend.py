@@ -62,9 +62,9 @@ class TritonPPAttnBackend(TritonAttnBackend):
     def fit_kv_splits(self, slots: int) -> None:
         """Lower the cap of KV splits to what a stage that keeps all heads can use, where the release lifted it.
 
-        Deterministic inference keeps its own, which belongs to its tile size.
+        A tile size, given or that of deterministic inference, decides the number by itself.
         """
-        if self.asked_kv_splits is not None and not getattr(self, "enable_deterministic", False):
+        if self.asked_kv_splits is not None and getattr(self, "split_tile_size", None) is None:
             self.max_kv_splits = fit_kv_splits(
                 self.max_kv_splits,
                 self.asked_kv_splits,
@@ -76,7 +76,10 @@ class TritonPPAttnBackend(TritonAttnBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Here the partial results are kept for every slot, so here their number counts."""
+        before = self.max_kv_splits
         self.fit_kv_splits(max_num_tokens)
+        if self.max_kv_splits != before:
+            logger.info("triton_pp: at most %d KV splits for %d slots.", self.max_kv_splits, max_num_tokens)
         super().init_cuda_graph_state(max_bs, max_num_tokens, *args, **kwargs)
 
     def choose_decode(self, stage: Stage, model_runner: Any) -> str:
@@ -84,7 +87,7 @@ class TritonPPAttnBackend(TritonAttnBackend):
 
         Returns what serves, in words. Raises ``ValueError`` for any other setting but ``stock``.
         """
-        wanted = os.environ.get(DECODE, "stock")
+        wanted = os.environ.get(DECODE, "").strip().lower() or "stock"
         if wanted not in ("stock", "flat"):
             raise ValueError(f"{stage}: {DECODE}={wanted} is neither stock nor flat; set one of them or unset it.")
         if wanted == "stock":
@@ -111,13 +114,17 @@ class TritonPPAttnBackend(TritonAttnBackend):
         """What a whole backend has that the flat decode lacks, or None."""
         if not model_runner.use_mla_backend:
             return "models without MLA"
-        if getattr(self, "enable_deterministic", False):
-            return "deterministic inference, whose sums must not depend on the batch"
+        if torch.version.hip:
+            return "AMD GPUs, where it has not been tried"
+        if getattr(self, "split_tile_size", None) is not None:
+            return "a split tile size, given or of deterministic inference, whose sums must not depend on the batch"
         if getattr(self, "dcp_size", 1) > 1:
             return "decode context parallelism, which reads the stock log-sum-exp"
         pool = model_runner.token_to_kv_pool
-        layer_id = held_layers(pool)[0]
-        if pool.get_key_buffer(layer_id).data_ptr() != pool.get_value_buffer(layer_id).data_ptr():
+        layers = held_layers(pool)
+        if not layers:
+            return "a KV pool that does not say which layers it holds"
+        if pool.get_key_buffer(layers[0]).data_ptr() != pool.get_value_buffer(layers[0]).data_ptr():
             return "a KV cache whose values are no part of its keys"
         return None
 

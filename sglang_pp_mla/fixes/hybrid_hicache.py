@@ -22,8 +22,11 @@ def evidence(root: Path) -> list[str]:
 
 def _with_stage_numbers(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     start = kwargs["params"].token_to_kv_pool_allocator.get_kvcache().start_layer
-    for name in ("full_layer_mapping", "mamba_layer_mapping"):
-        kwargs[name] = {layer - start: place for layer, place in kwargs[name].items()}
+    names = ("full_layer_mapping", "mamba_layer_mapping")
+    # A stage's first layer is in one of the maps: a caller that has brought them over starts at 0.
+    if min((layer for name in names for layer in kwargs[name]), default=start) >= start:
+        for name in names:
+            kwargs[name] = {layer - start: place for layer, place in kwargs[name].items()}
     return wrapped(*args, **kwargs)
 
 

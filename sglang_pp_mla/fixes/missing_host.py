@@ -87,7 +87,7 @@ def missing_at_rendezvous(layout: Layout, node: int, address: str, waited_s: flo
     )
 
 
-def without_package(layout: Layout, rank: int, store: Any) -> list[str]:
+def without_package(layout: Layout, rank: int, store: Any, answer_s: float) -> list[str]:
     """Say to the other hosts that this rank has the package; what is wrong with those that do not say so."""
     from torch.distributed import DistStoreError
 
@@ -98,7 +98,7 @@ def without_package(layout: Layout, rank: int, store: Any) -> list[str]:
         return []
     others = [layout.first_rank(other) for other in range(layout.nnodes) if other != node]
     try:
-        store.wait([key(other) for other in others], timedelta(seconds=ANSWER_S))
+        store.wait([key(other) for other in others], timedelta(seconds=answer_s))
     except DistStoreError:
         pass  # at least one is silent, and is found below
     wrong = []
@@ -106,8 +106,8 @@ def without_package(layout: Layout, rank: int, store: Any) -> list[str]:
         where = layout.name(layout.node(other))
         if not store.check([key(other)]):
             wrong.append(
-                f"{where[0].upper()}{where[1:]} runs without sglang-pp-mla, so its stages may die with an IndexError "
-                "or refuse triton_pp; install the package there, with the Python that runs SGLang (`pip show "
+                f"{where[0].upper()}{where[1:]} runs without sglang-pp-mla, so no fix acts "
+                "on its stages; install the package there, with the Python that runs SGLang (`pip show "
                 "sglang-pp-mla` must find it), and see that SGLANG_PP_MLA_DISABLE is not set."
             )
         elif (version := store.get(key(other)).decode()) != __version__:
@@ -146,6 +146,8 @@ def _watch(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
         layout = None
     if layout is None:
         return wrapped(*args, **kwargs)
+    import torch
+
     node = layout.node(rank)
     speaks = rank == layout.first_rank(node)
     began = time.monotonic()
@@ -163,7 +165,8 @@ def _watch(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
     try:
         made = wrapped(*args, **kwargs)
     except Exception:
-        if speaks:
+        # Another failure, a taken port say, is nobody's absence.
+        if speaks and time.monotonic() - began >= wait_s and not torch.distributed.is_initialized():
             report(logging.ERROR)
         raise
     finally:
@@ -171,7 +174,7 @@ def _watch(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
     try:
         from torch.distributed.distributed_c10d import _get_default_store
 
-        for line in without_package(layout, rank, _get_default_store()):
+        for line in without_package(layout, rank, _get_default_store(), min(ANSWER_S, wait_s)):
             logger.warning("%s", line)
     except Exception:
         logger.exception("The other hosts could not be asked whether they have sglang-pp-mla.")

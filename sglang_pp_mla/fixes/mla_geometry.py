@@ -32,7 +32,7 @@ def key_tile_is_value_tile(key_width: int, value_width: int) -> bool:
 
 
 def _with_values_of_their_own(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    if kwargs.get("has_mla") and not key_tile_is_value_tile(args[1].shape[-1], args[2].shape[-1]):
+    if len(args) > 2 and kwargs.get("has_mla") and not key_tile_is_value_tile(args[1].shape[-1], args[2].shape[-1]):
         kwargs = {**kwargs, "has_mla": False}
     return wrapped(*args, **kwargs)
 

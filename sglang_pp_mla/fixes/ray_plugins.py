@@ -27,9 +27,10 @@ def around_actor(module: ModuleType, changes: Changes, around: Callable[[Callabl
 
     Ray pickles the class, by value, in the process that starts the actors. So the new initialiser travels
     to every node and must be a function within a function that names nothing of this package, which a node
-    may lack; a ``wrapt`` wrapper cannot be pickled.
+    may lack; a ``wrapt`` wrapper cannot be pickled. What Ray starts is a class of its own over SGLang's, with
+    an initialiser that calls the one SGLang wrote.
     """
-    actor = getattr(getattr(module, "SchedulerActor", None), "__ray_actor_class__", None)
+    actor = getattr(getattr(getattr(module, "SchedulerActor", None), "__ray_metadata__", None), "modified_class", None)
     if actor is None or "__init__" not in vars(actor):
         raise Unrecognised("there is no SchedulerActor that ray.remote made of a class with an __init__")
     init = actor.__init__

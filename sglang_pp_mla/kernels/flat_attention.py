@@ -43,7 +43,7 @@ class FlatDecode:
     ) -> None:
         reason = self.not_covered(q, k_buffer, v_buffer, others)
         if reason is None:
-            # From 0.5.9 on the KV cache's own scales follow; before, there are none.
+            # From 0.5.10 on the KV cache's own scales follow; before, there are none.
             k_scale, v_scale = scales or (1.0, 1.0)
             flat_decode(
                 q,

@@ -193,10 +193,8 @@ def _merge_pieces(
 
 
 def _precision(dtype: torch.dtype) -> str:
-    if dtype == torch.float32:
-        return "ieee"
     # Triton's interpreter multiplies the bit patterns of bf16 (3.8.0).
-    return "upcast" if triton.knobs.runtime.interpret and dtype == torch.bfloat16 else "tf32"
+    return "upcast" if dtype == torch.bfloat16 and triton.knobs.runtime.interpret else "ieee"
 
 
 def flat_decode(

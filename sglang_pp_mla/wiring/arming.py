@@ -114,7 +114,7 @@ def _mention_other_copies() -> None:
     try:
         copies = {(Path(entry) / used.name).resolve() for entry in sys.path}
         copies -= {used, Path.cwd() / used.name}  # a clone one stands in comes after the .pth
-    except OSError:  # the current folder is gone
+    except (OSError, RuntimeError, ValueError):  # the current folder is gone, or an entry is no good path
         return
     for other in sorted(copies):
         if (other / "__init__.py").is_file():

@@ -48,7 +48,7 @@ class Remote:
     """Stands in for what ``ray.remote`` makes of a class, as far as it can be changed."""
 
     def __init__(self, actor: type) -> None:
-        self.__ray_actor_class__ = actor
+        self.__ray_metadata__ = SimpleNamespace(modified_class=actor)
 
 
 class Skeleton:
@@ -198,7 +198,7 @@ def _contents(name: str, space: Any) -> dict[str, Any]:
             continue
         place = f"{name}.{key}"
         if isinstance(value, Remote):
-            value = value.__ray_actor_class__
+            value = value.__ray_metadata__.modified_class
         if isinstance(value, type) and f"{value.__module__}.{value.__qualname__}" == place:
             found[place] = (value,)
             found.update(_contents(place, vars(value)))

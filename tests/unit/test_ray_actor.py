@@ -14,7 +14,7 @@ import pytest
 from sglang_pp_mla.rehearsal import KERNEL_LIBRARY
 
 SCRIPT = """
-import dataclasses, json, sys, types
+import dataclasses, inspect, json, sys, types
 from ray import cloudpickle
 from sglang.srt import plugins
 from sglang.srt.ray.scheduler_actor import SchedulerActor
@@ -35,13 +35,14 @@ if dataclasses.is_dataclass(ServerArgs):
         told["copy_kept"] = noted(dataclasses.replace(ours, dist_init_addr="here"))
 
 # The class as another process has it. The release's own initialiser is replaced: it wants a GPU and a Ray.
-pickled = cloudpickle.dumps(SchedulerActor.__ray_actor_class__)
+started = SchedulerActor.__ray_metadata__.modified_class
+pickled = cloudpickle.dumps(started)
 cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.clear()  # else loads gives back the class of this process
 actor = cloudpickle.loads(pickled)
-told["by_value"] = actor is not SchedulerActor.__ray_actor_class__
+told["by_value"] = actor is not started
 calls = []
 plugins.load_plugins = lambda: calls.append("plugins")
-own = actor.__init__.__wrapped__.__wrapped__
+own = inspect.unwrap(actor.__init__)
 own.__code__ = (lambda self, *args, **kwargs: note_it(*args, **kwargs)).__code__
 own.__globals__["note_it"] = lambda *args, **kwargs: calls.append(
     ["scheduler", noted(ServerArgs(model_path="dummy")) if dataclasses.is_dataclass(ServerArgs) else None])
