@@ -19,7 +19,7 @@ from tests.e2e.compare import assert_same
 from tests.e2e.witness import NEW_TOKENS, PROMPTS, Witness, show
 from tests.engine.installation import add_witnesses
 
-pytestmark = [pytest.mark.engine, pytest.mark.release("0.5.23")]
+pytestmark = [pytest.mark.engine, pytest.mark.longest]  # seven processes that import SGLang
 
 REPLICAS, STAGES = 2, 2
 
@@ -46,6 +46,7 @@ def run(known_answers: Witness, tmp_path_factory: pytest.TempPathFactory) -> Run
         # With its tokenizer the engine starts a detokenizer, too.
         engine_args={"dp_size": REPLICAS, "skip_tokenizer_init": False},
         env=env,
+        timeout_s=1800,
         on_progress=show,
     ) as running:
         # One after the other, they go to the replicas in turn.

@@ -97,6 +97,7 @@ def test_a_host_that_refuses_triton_pp_is_named_on_the_other(known_answers: Witn
     assert hosts.pids() == []
 
 
+@pytest.mark.longest
 def test_a_host_without_the_package_that_joins_is_named(known_answers: Witness, sglang_release: Version) -> None:
     with two_hosts(
         known_answers.folder,
