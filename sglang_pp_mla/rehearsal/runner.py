@@ -397,9 +397,13 @@ class Server:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is free, and that leaves room for SGLang's own choice of another: 10,000 above, for gRPC."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port + 10_000 < 2**16:
+            return port
 
 
 def _healthy(url: str) -> bool:
