@@ -128,6 +128,7 @@ def test_a_release_with_a_fault_has_one_patch_that_mends_it(
     for path, text in mended.items():
         compile(text, path, "exec")
     # What fixes look at beside the files they find faulty.
+    (tmp_path / "checkout/python/sglang/srt").mkdir(exist_ok=True)
     (tmp_path / "checkout/python/sglang/srt/plugins").symlink_to(package / "srt/plugins")
     assert fix.evidence(tmp_path / "checkout/python/sglang") == []
     if shutil.which("patch"):  # what the README says for an installed SGLang

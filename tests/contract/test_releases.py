@@ -169,7 +169,11 @@ MUTATIONS = {
 
 def mutated(mutation: Mutation, folder: Path) -> Path:
     """A copy of a wheel, of links but for one file; without an old text, the file is gone."""
-    shutil.copytree(wheels()[mutation.release] / "srt", folder / "sglang/srt", copy_function=os.symlink)
+    wheel = wheels()[mutation.release]
+    shutil.copytree(wheel / "srt", folder / "sglang/srt", copy_function=os.symlink)
+    for beside in wheel.iterdir():
+        if beside.name != "srt":
+            (folder / "sglang" / beside.name).symlink_to(beside)
     file = folder / "sglang" / mutation.file
     text = file.read_text(encoding="utf-8")
     file.unlink()

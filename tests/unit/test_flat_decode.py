@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from types import ModuleType, SimpleNamespace
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,20 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_pp_mla.kernels import flat_schedule
+from sglang_pp_mla.kernels import flat_decode, flat_schedule
 
 pytestmark = pytest.mark.release("0.5.23")
 EXAMPLES = int(os.environ.get("FLAT_DECODE_EXAMPLES", "60"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def flat() -> Iterator[ModuleType]:
-    """The kernels, decorated while the interpreter is on: that is when Triton looks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        from sglang_pp_mla.kernels import flat_decode
-
-        yield flat_decode
 
 
 class Batch:
@@ -43,13 +33,15 @@ class Batch:
         self.kv = kv.to(dtype)
         self.indptr = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
 
-    def decode(self, flat: ModuleType, pieces: int, **scales: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(self, pieces: int, **scales: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """What the kernels say, and which slots of the workspace they wrote, ``(pieces, 2)``."""
-        partial, lse = flat.workspace(pieces, self.heads, self.latent, "cpu")
+        partial, lse = flat_decode.workspace(pieces, self.heads, self.latent, "cpu")
         partial.fill_(float("nan"))
         lse.fill_(float("nan"))
         out = torch.full((len(self.lengths), self.heads, self.latent), float("nan"), dtype=self.q.dtype)
-        flat.flat_decode(self.q, self.kv, out, self.indptr, self.indices, partial, lse, latent=self.latent, **scales)
+        flat_decode.flat_decode(
+            self.q, self.kv, out, self.indptr, self.indices, partial, lse, latent=self.latent, **scales
+        )
         return out, ~lse.isnan().all(-1)
 
     def reference(self, scale: float, v_scale: float = 1.0, logit_cap: float = 0.0) -> torch.Tensor:
@@ -88,7 +80,6 @@ GEOMETRIES = [(32, 16), (16, 8), (40, 10), (64, 32), (24, 40)]
     seed=st.integers(0, 2**16),
 )
 def test_any_batch_in_any_number_of_pieces(
-    flat: ModuleType,
     lengths: list[int],
     heads: int,
     geometry: tuple[int, int],
@@ -99,7 +90,7 @@ def test_any_batch_in_any_number_of_pieces(
 ) -> None:
     batch = Batch(lengths, heads, *geometry, dtype, seed)
     scales = {"scale": 0.2, "v_scale": 1.5, "logit_cap": logit_cap}
-    out, written = batch.decode(flat, pieces, **scales)
+    out, written = batch.decode(pieces, **scales)
     assert (out.double() - batch.reference(**scales)).abs().max() <= tolerance(dtype)
     planned = torch.zeros(pieces, 2, dtype=torch.bool)
     for segment in flat_schedule.segments(lengths, pieces):
@@ -111,22 +102,22 @@ def test_any_batch_in_any_number_of_pieces(
 @pytest.mark.parametrize(
     ("latent", "rope"), [(512, 64), (256, 32), (256, 64), (128, 64), (32, 16), (192, 32), (100, 28)]
 )
-def test_the_geometries_of_models(flat: ModuleType, latent: int, rope: int) -> None:
+def test_the_geometries_of_models(latent: int, rope: int) -> None:
     batch = Batch([5, 70, 1], 2, latent, rope, torch.float32)
-    out, _ = batch.decode(flat, 3, scale=0.1)
+    out, _ = batch.decode(3, scale=0.1)
     assert (out.double() - batch.reference(0.1)).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_fp8_kv(flat: ModuleType, dtype: torch.dtype) -> None:
+def test_fp8_kv(dtype: torch.dtype) -> None:
     """The cache is read as it is stored; products are made in the queries' type."""
     batch = Batch([40, 7], 3, 32, 16, dtype)
-    out, _ = batch.decode(flat, 2, scale=0.2)
+    out, _ = batch.decode(2, scale=0.2)
     assert (out.double() - batch.reference(0.2)).abs().max() <= tolerance(dtype)
 
 
-def test_an_empty_batch_row_is_zero_and_touches_nothing(flat: ModuleType) -> None:
-    out, written = Batch([0, 0], 2, 32, 16, torch.float32).decode(flat, 2, scale=1.0)
+def test_an_empty_batch_row_is_zero_and_touches_nothing() -> None:
+    out, written = Batch([0, 0], 2, 32, 16, torch.float32).decode(2, scale=1.0)
     assert torch.equal(out, torch.zeros_like(out))
     assert not written.any()
 
@@ -147,7 +138,7 @@ def test_the_schedule_walks_each_token_once(lengths: list[int], pieces: int) -> 
     assert len(set(slots)) == len(slots)
 
 
-def call(flat: ModuleType, **changed: Any) -> tuple[list[str], Any, Any]:
+def call(**changed: Any) -> tuple[list[str], Any, Any]:
     """One call in SGLang's form: what the stock function was given, the answer, and the reference."""
     from sglang_pp_mla.kernels.flat_attention import FlatDecode
 
@@ -162,12 +153,12 @@ def call(flat: ModuleType, **changed: Any) -> tuple[list[str], Any, Any]:
     return stock, out, batch
 
 
-def test_a_call_of_sglang_is_served(flat: ModuleType) -> None:
+def test_a_call_of_sglang_is_served() -> None:
     """To 0.5.9 without the cache's scales, from 0.5.10 with them."""
-    stock, out, batch = call(flat)
+    stock, out, batch = call()
     assert not stock
     assert (out.double() - batch.reference(0.2)).abs().max() <= 1e-5
-    stock, out, batch = call(flat, scales=(0.5, 2.0), logit_cap=3.0)
+    stock, out, batch = call(scales=(0.5, 2.0), logit_cap=3.0)
     assert not stock
     assert (out.double() - batch.reference(0.1, 2.0, 3.0)).abs().max() <= 1e-5
 
@@ -184,9 +175,9 @@ def test_a_call_of_sglang_is_served(flat: ModuleType) -> None:
     ids=lambda changed: ", ".join(changed),
 )
 def test_what_is_not_covered_goes_to_stock_and_is_said_once(
-    flat: ModuleType, changed: dict[str, Any], caplog: pytest.LogCaptureFixture
+    changed: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "sglang_pp_mla"):
-        stock, _, _ = call(flat, **changed)
+        stock, _, _ = call(**changed)
     assert stock == ["stock"]
     assert "stock decode for layers with" in caplog.text
