@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sglang_pp_mla.geometry import MLA_WIDTHS, OTHER_ATTENTION, expert_count_key, is_mla
+
 Config = dict[str, Any]
 
-GEOMETRY = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-"""What SGLang's MLA kernels specialise on; kept exactly."""
+GEOMETRY = MLA_WIDTHS
+"""Kept exactly."""
 
 _HIDDEN = 64
 _HEADS = 2
@@ -31,14 +33,7 @@ _DROPPED = (
     "transformers_version",
 )
 # Attention that is not, or not only, what the Triton backend serves.
-_OTHER_ATTENTION = {
-    "index_topk": "sparse attention with an indexer",
-    "linear_attn_config": "linear attention layers",
-    "mamba_config": "state-space layers",
-    "attn_type_list": "linear attention layers",
-    "hybrid_override_pattern": "state-space layers",
-    "full_attention_interval": "linear attention layers",
-}
+_OTHER_ATTENTION = {"index_topk": "sparse attention with an indexer", **OTHER_ATTENTION}
 # Model types that are DeepSeek V3 under another name, and whose configuration class is remote code.
 _SAME_AS_DEEPSEEK_V3 = ("kimi_k2", "kimi_k25", "kimi_vl")
 
@@ -48,11 +43,6 @@ def kimi_k26() -> Config:
     path = Path(__file__).with_name("models") / "kimi-k2.6-text.json"
     config: Config = json.loads(path.read_text(encoding="utf-8"))
     return config
-
-
-def is_mla(config: Config) -> bool:
-    """Whether the configuration describes multi-head latent attention."""
-    return bool(config.get("kv_lora_rank"))
 
 
 def shrink(
@@ -200,7 +190,7 @@ def _shrink_plain(small: Config, source: Config, heads: int) -> None:
 
 
 def _shrink_experts(small: Config, source: Config, experts: int) -> None:
-    total = next((key for key in ("n_routed_experts", "num_experts", "num_local_experts") if source.get(key)), None)
+    total = expert_count_key(source)
     if total is None:
         return
     small[total] = min(experts, source[total])
