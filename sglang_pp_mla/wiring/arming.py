@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -108,21 +109,25 @@ def _mention_unknown_names(setting: str) -> None:
         )
 
 
+def copies_on(path: Iterable[str], used: Path) -> list[Path]:
+    """Copies of the package ``used`` on ``path`` that are not it; a clone one stands in comes after the .pth."""
+    used = used.resolve()
+    try:
+        copies = {(Path(entry) / used.name).resolve() for entry in path} - {used, Path.cwd() / used.name}
+    except (OSError, RuntimeError, ValueError):  # the current folder is gone, or an entry is no good path
+        return []
+    return sorted(copy for copy in copies if (copy / "__init__.py").is_file())
+
+
 def _mention_other_copies() -> None:
     """With two copies on the path the first is used, which may not be the one that was meant."""
     used = Path(__file__).resolve().parents[1]
-    try:
-        copies = {(Path(entry) / used.name).resolve() for entry in sys.path}
-        copies -= {used, Path.cwd() / used.name}  # a clone one stands in comes after the .pth
-    except (OSError, RuntimeError, ValueError):  # the current folder is gone, or an entry is no good path
-        return
-    for other in sorted(copies):
-        if (other / "__init__.py").is_file():
-            logger.warning(
-                "sglang-pp-mla is on the path twice: %s is used, %s is not; uninstall one or take it off PYTHONPATH.",
-                used,
-                other,
-            )
+    for other in copies_on(sys.path, used):
+        logger.warning(
+            "sglang-pp-mla is on the path twice: %s is used, %s is not; uninstall one or take it off PYTHONPATH.",
+            used,
+            other,
+        )
 
 
 def _on_import(fix: Fix, module_name: str, module: ModuleType) -> None:
