@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from sglang_pp_mla import __version__
-from sglang_pp_mla.cli import demo, doctor, kernelfit, plan
+from sglang_pp_mla.cli import demo, diagnose, doctor, kernelfit, plan
 
 app = typer.Typer(
     help="Serve MLA models under pipeline parallelism on SGLang's Triton attention backend.",
@@ -14,6 +14,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(name="demo")(demo.demo)
+app.command(name="diagnose")(diagnose.diagnose)
 app.command(name="doctor")(doctor.doctor)
 app.command(name="kernelfit")(kernelfit.kernelfit)
 app.command(name="plan")(plan.plan)

@@ -1,15 +1,18 @@
-"""Fixes from other packages, found through pluggy when SGLang is imported."""
+"""Fixes and failure signatures from other packages, found through pluggy."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 from sglang_pp_mla import hookspecs
 from sglang_pp_mla.fixes.fix import Fix
+
+if TYPE_CHECKING:  # of no use to a server
+    from sglang_pp_mla.signatures import Signature
 
 logger = logging.getLogger("sglang_pp_mla")
 
@@ -28,12 +31,19 @@ def plugin_manager() -> pluggy.PluginManager:
 
 def fixes_of_plugins() -> list[Fix]:
     """What the plugins' ``sglang_pp_mla_fixes`` return; a plugin that raises is reported and left out."""
-    manager = plugin_manager()
-    fixes: list[Fix] = []
-    for implementation in manager.hook.sglang_pp_mla_fixes.get_hookimpls():
+    return _named("sglang_pp_mla_fixes", "fixes")
+
+
+def signatures_of_plugins() -> list[Signature]:
+    """What the plugins' ``sglang_pp_mla_signatures`` return; a plugin that raises is reported and left out."""
+    return _named("sglang_pp_mla_signatures", "failure signatures")
+
+
+def _named(hook: str, what: str) -> list[Any]:
+    named: list[Any] = []
+    for implementation in getattr(plugin_manager().hook, hook).get_hookimpls():
         try:
-            named: Iterable[Fix] = implementation.function()  # type: ignore[assignment]
-            fixes.extend(named)
+            named.extend(implementation.function())
         except Exception:
-            logger.exception("The plugin %s failed to name its fixes; it is left out.", implementation.plugin_name)
-    return fixes
+            logger.exception("The plugin %s failed to name its %s; it is left out.", implementation.plugin_name, what)
+    return named

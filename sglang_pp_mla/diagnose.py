@@ -1,0 +1,570 @@
+"""What a server's log says: lines in, a reading out. Pure, in memory that does not grow with the log.
+
+Three things make it right where a search for "error" is not. A signature must find all its evidence in **one
+traceback**, kept together by process and rank. **Ready forgives**: what came before a server was ready did not stop
+it. **The first cause wins**: a consequence (a rank that lost its neighbour, a signal) is the reading only if nothing
+else is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Protocol
+
+from sglang_pp_mla.frames import releases_with
+from sglang_pp_mla.releases import RELEASES
+from sglang_pp_mla.signatures import BUILT_IN, PROBE_IN_TRITON, Signature
+
+PIECE = 64 * 1024
+"""Bytes of a line that are looked at together; a longer line is looked at in pieces."""
+WINDOW = 2000
+"""Characters that a regex sees at once. No evidence is longer, and a hostile line cannot make a search slow."""
+SHOWN = 300
+"""Characters of a line that a reading quotes."""
+TOGETHER = 60
+"""Lines after which what follows no longer belongs to a traceback."""
+HOSTS = 64
+STREAMS = 256
+"""Hosts and processes whose state is kept; a log that names more is not a server's."""
+
+READY = "The server is fired up and ready to roll!"
+_STEPS = (
+    ("Init torch distributed begin", "joining the pipeline"),
+    ("Init parallel begin", "joining the pipeline"),
+    ("Load weight begin", "loading weights"),
+    ("Load weight end", "weights loaded"),
+    ("KV Cache is allocated", "cache allocated"),
+    ("Capture cuda graph begin", "capturing CUDA graphs"),
+    ("max_total_num_tokens=", "waiting for requests"),
+)
+_STARTS = ("server_args=", "systemd[1]: Started ")
+_CHAINS = ("During handling of the above exception", "was the direct cause of the following exception")
+_DEATHS = (
+    "Scheduler hit an exception",
+    "Received sigquit from a child process",
+    "SIGQUIT received.",
+    "scheduler died during initialization",
+    "scheduler is dead",
+    "Initialization failed.",
+)
+_SUBPROCESS = re.compile(r"Subprocess .* crashed with exit code|Main process exited, code=")
+_RELEASE = re.compile(r"\bsglang(?:==|:v|-|: )(\d+\.\d+\.\d+(?:\.post\d+)?)(?![\w.])")
+_RELEASE_KEYS = ("sglang==", "sglang:v", "sglang-0", "sglang: 0")
+_TRACEBACK = "Traceback (most recent call last)"
+_GENERIC = (_TRACEBACK, 'File "', "Error", "Exception", "crashed with exit code", "Main process exited", "\x1b")
+
+# What most lines of a long log are. They are left out before anything else is tried.
+_BULK = re.compile(rb"\[[-0-9: ]{8,19}[^\]\r\n\x1b]{0,40}\] (?:(Decode batch)|Prefill batch|INFO:  )[^\r\x1b]*\Z")
+_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]?|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-Z\\^-~]?)")
+# Controls, and what turns or hides text around it: bidirectional marks, zero widths, line separators, surrogates.
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0a-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+_WRAPPERS = re.compile(
+    r"(?P<compose>[\w][\w.-]*) +\| |\[(?P<pod>pod/[^\]]+)\] |\[(?P<rank>rank\d+)\]: ?"
+    r"|\((?P<ray>\w+ pid=\d+[^)]*)\) "
+    r"|(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d|\d{4}-\d\d-\d\dT[\d:.,]+(?:Z|[+-]\d\d:?\d\d)) "
+    r"(?P<unit>[\w.-]+ [^\s\[\]:]+)(?:\[(?P<pid>\d+)\])?: "
+    r"|\d{4}-\d\d-\d\dT[\d:.,]+(?:Z|[+-]\d\d:?\d\d) (?:std(?:out|err) [FP] ?)?"
+)
+_RECORD = re.compile(r"\[(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d(?P<tags>[^\]]{0,60})\] ?")
+_PP = re.compile(r"\bPP(\d{1,4})\b")
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|OutOfResources)(?::|$)")
+
+
+class Readable(Protocol):
+    """A binary file, or what reads like one."""
+
+    def readline(self, size: int, /) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A line of the log: its number, from 1, and its text, cleaned and shortened."""
+
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a log says. ``as_json`` is what others may rely on; the rest is for people.
+
+    ``problem``: the log shows a failure, whether or not it is known which.
+    """
+
+    verdict: str
+    certainty: str
+    pp_ranks: tuple[int, ...]
+    release: str | None
+    evidence: tuple[Evidence, ...]
+    remedy: str
+    meaning: str
+    problem: bool
+    releases: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "certainty": self.certainty,
+            "pp_ranks": list(self.pp_ranks),
+            "release": self.release,
+            "evidence": [{"line": each.line, "text": each.text} for each in self.evidence],
+            "remedy": self.remedy,
+        }
+
+
+@dataclass
+class _Finding:
+    """A signature that has found its evidence, in the first traceback that had all of it."""
+
+    signature: Signature
+    order: tuple[int, int, int, int]
+    line: int
+    evidence: list[Evidence]
+    groups: dict[str, str]
+    ranks: set[int]
+    block: _Block
+    pid: str | None
+
+
+@dataclass
+class _Block:
+    """A traceback with its message, or a record of the log; of several ranks where theirs are interleaved."""
+
+    start: int
+    last: int
+    ranks: set[int]
+    headers: int
+    head: Evidence | None = None
+    raised: int = 0
+    chained: bool = False
+    seen: dict[int, dict[int, tuple[Evidence, dict[str, str]]]] = field(default_factory=dict)
+    findings: list[_Finding] = field(default_factory=list)
+
+
+@dataclass
+class _Host:
+    """What one server's log has said so far."""
+
+    run: int = 0
+    ready: Evidence | None = None
+    findings: dict[int, _Finding] = field(default_factory=dict)
+    deaths: list[Evidence] = field(default_factory=list)
+    dead_ranks: set[int] = field(default_factory=set)
+    raised: list[Evidence] = field(default_factory=list)
+
+    def forget(self) -> None:
+        self.findings.clear()
+        self.deaths.clear()
+        self.dead_ranks.clear()
+        self.raised.clear()
+
+
+class Diagnosis:
+    """Reads a log line by line; :meth:`reading` says what it has said so far.
+
+    ``current_only`` forgets a run where the next begins, for a log that is being followed.
+    ``on_step`` is called with ``(rank or None, what)`` as stages come along.
+    """
+
+    def __init__(
+        self,
+        signatures: Sequence[Signature] = BUILT_IN,
+        *,
+        current_only: bool = False,
+        on_step: Callable[[int | None, str], None] | None = None,
+    ) -> None:
+        self._signatures = tuple(signatures)
+        self._current_only = current_only
+        self._on_step = on_step
+        self._number = 0
+        self._continued = False
+        self._serving: Evidence | None = None
+        self._hosts: dict[str, _Host] = {}
+        self._blocks: dict[tuple[str, str], _Block] = {}
+        self._seen_ranks: set[int] = set()
+        self._releases: frozenset[str] | None = None
+        self._named: str | None = None
+        self._interesting = _any_of(self._keys())
+
+    def _keys(self) -> Iterator[str]:
+        yield from (READY, *_GENERIC, *_CHAINS, *_STARTS, *_DEATHS, *_RELEASE_KEYS)
+        yield from (text for text, _ in _STEPS)
+        for signature in self._signatures:
+            for need in signature.needs:
+                yield from need.keys
+
+    def read(self, log: Readable) -> None:
+        """Take in all lines of a log."""
+        interesting, bulk, take = self._interesting.search, _BULK.match, self._take
+        readline = log.readline
+        while piece := readline(PIECE):
+            if not self._continued:
+                self._number += 1
+            self._continued = piece[-1] != 10
+            common = bulk(piece)
+            if common:
+                if common.lastindex and self._serving is None:
+                    self._serving = Evidence(self._number, _shown(_clean(piece)))
+            elif interesting(piece):
+                take(piece)
+
+    def feed(self, line: bytes) -> None:
+        """Take in one line, with or without its end."""
+        self.read(_One(line if line.endswith(b"\n") else line + b"\n"))
+
+    @property
+    def ready(self) -> bool:
+        """Whether a server is ready and nothing has failed since."""
+        return any(host.ready for host in self._hosts.values()) and not self.failed
+
+    @property
+    def failed(self) -> bool:
+        """Whether something has ended or is known to be fatal."""
+        return any(host.deaths for host in self._hosts.values()) or any(True for _ in self._eligible())
+
+    # Lines
+
+    def _take(self, piece: bytes) -> None:
+        for part in re.split(rb"[\r\n]+", piece):  # progress bars come back to the start of their line
+            if not part:
+                continue
+            if b"\x1b" in part:
+                part = _ANSI.sub("", part.decode("utf-8", "replace")).encode()
+            if len(part) <= WINDOW:
+                if self._interesting.search(part):
+                    self._line(_clean(part))
+                continue
+            for at in range(0, len(part), WINDOW - SHOWN):
+                window = part[at : at + WINDOW]
+                if self._interesting.search(window):
+                    self._line(_clean(window))
+
+    def _line(self, text: str) -> None:
+        line = Evidence(self._number, _shown(text))
+        body, host_name, stream, pid = _unwrap(text)
+        record = _RECORD.search(body, 0, 120)
+        rank = None
+        if record:
+            named = _PP.search(record["tags"])
+            rank = int(named[1]) if named else None
+            body = body[record.end() :]
+        host = self._hosts.get(host_name)
+        if host is None:
+            if len(self._hosts) >= HOSTS:
+                return
+            host = self._hosts[host_name] = _Host()
+        if rank is not None:
+            self._seen_ranks.add(rank)
+        self._note(host, line, body, rank)
+        block = self._block(host_name, stream, line, body, rank, record is not None)
+        if block is not None:
+            self._match(host, block, line, body, pid)
+
+    def _note(self, host: _Host, line: Evidence, body: str, rank: int | None) -> None:
+        """What a line says of the release, the stages' progress, a start, an end or a death."""
+        if any(key in body for key in _RELEASE_KEYS) and (release := _RELEASE.search(body)):
+            self._named = release[1]
+        if 'File "' in body and (possible := releases_with(body)) is not None:
+            self._releases = possible if self._releases is None else self._releases & possible
+        if READY in body:
+            host.forget()
+            host.ready = line
+            self._step(None, "ready")
+            return
+        for text, step in _STEPS:
+            if text in body:
+                self._step(rank, step)
+        if any(text in line.text or text in body for text in _STARTS):
+            if host.findings or host.deaths:
+                host.run += 1
+            if self._current_only:
+                host.forget()
+                host.ready = None
+        if any(text in body for text in _DEATHS) or _SUBPROCESS.search(body):
+            if len(host.deaths) < 5:
+                host.deaths.append(line)
+            if rank is not None:
+                host.dead_ranks.add(rank)
+
+    def _step(self, rank: int | None, step: str) -> None:
+        if self._on_step is not None:
+            self._on_step(rank, step)
+
+    # Tracebacks
+
+    def _block(
+        self, host: str, stream: str, line: Evidence, body: str, rank: int | None, record: bool
+    ) -> _Block | None:
+        """The traceback or record that a line belongs to; None for one that is told apart from it."""
+        key = (host, stream)
+        block = self._blocks.get(key)
+        if block is not None and line.line - block.last > TOGETHER:
+            block = None
+        header = _TRACEBACK in body
+        ranks = set() if rank is None else {rank}
+        if record:
+            unfinished = block is not None and block.raised < block.headers
+            if block is None or not unfinished:
+                return self._begin(key, _Block(line.line, line.line, ranks, int(header), line if header else None))
+            if not header:  # another rank speaks between the lines of a traceback
+                return _Block(line.line, line.line, ranks, 0)
+            block.headers += 1
+            block.ranks |= ranks
+            for finding in block.findings:
+                finding.ranks |= ranks
+        elif header:
+            if block is not None and block.chained:
+                block.raised = max(0, block.raised - 1)
+                block.chained = False
+            elif block is None or block.raised >= block.headers:
+                return self._begin(key, _Block(line.line, line.line, set(), 1, line))
+        else:
+            raises = _RAISED.match(body) is not None
+            begins = raises or body.lstrip().startswith('File "')
+            if begins and block is not None and 0 < block.headers <= block.raised and not block.chained:
+                block = None
+            if block is None:
+                block = self._begin(key, _Block(line.line, line.line, set(), 1))
+            if any(text in body for text in _CHAINS):
+                block.chained = True
+            if raises:
+                block.raised += 1
+                self._raised(host, line)
+        block.last = line.line
+        return block
+
+    def _begin(self, key: tuple[str, str], block: _Block) -> _Block:
+        if key not in self._blocks and len(self._blocks) >= STREAMS:
+            self._blocks.pop(next(iter(self._blocks)))
+        self._blocks[key] = block
+        return block
+
+    def _raised(self, host: str, line: Evidence) -> None:
+        raised = self._hosts[host].raised
+        if len(raised) < 5:
+            raised.append(line)
+
+    def _match(self, host: _Host, block: _Block, line: Evidence, body: str, pid: str | None) -> None:
+        for index, signature in enumerate(self._signatures):
+            for number, need in enumerate(signature.needs):
+                found = need.search(body)
+                if found is None or number in block.seen.get(index, ()):
+                    continue
+                seen = block.seen.setdefault(index, {})
+                seen[number] = (line, {name: text for name, text in found.groupdict().items() if text is not None})
+                if len(seen) < len(signature.needs):
+                    continue
+                known = host.findings.get(index)
+                if known is not None:
+                    known.ranks |= block.ranks
+                    block.findings.append(known)
+                    continue
+                lines = {each.line: each for each, _ in seen.values()}
+                if block.head is not None:
+                    lines.setdefault(block.head.line, block.head)
+                finding = _Finding(
+                    signature,
+                    (host.run, signature.kind, block.start, index),
+                    line.line,
+                    [lines[number] for number in sorted(lines)],
+                    {name: text for _, groups in seen.values() for name, text in groups.items()},
+                    set(block.ranks),
+                    block,
+                    pid,
+                )
+                host.findings[index] = finding
+                block.findings.append(finding)
+
+    # The reading
+
+    def _eligible(self) -> Iterator[_Finding]:
+        possible = self._release()[1]
+        for host in self._hosts.values():
+            for finding in host.findings.values():
+                signature = finding.signature
+                if signature.unfinished and finding.block.raised >= finding.block.headers:
+                    continue
+                elsewhere = possible and not any(release in signature.releases for release in possible)
+                if elsewhere and signature.certainty != "certain":
+                    continue
+                if host.ready is None or host.deaths or signature.outlives_ready:
+                    yield finding
+
+    def reading(self) -> Reading:
+        """What the lines so far say."""
+        first = min(self._eligible(), key=lambda finding: finding.order, default=None)
+        if first is not None:
+            return self._known(first)
+        hosts = list(self._hosts.values())
+        deaths = [line for host in hosts for line in host.deaths]
+        raised = [line for host in hosts if host.ready is None or host.deaths for line in host.raised]
+        ready = next((host.ready for host in hosts if host.ready), None)
+        if deaths or (raised and ready is None):
+            return self._unknown(deaths, raised)
+        release, releases = self._release()
+        if ready is None and self._serving is None:
+            return Reading(
+                "unknown",
+                "unknown",
+                (),
+                release,
+                (),
+                "Give the whole log from the server's start, at SGLang's default --log-level; for one that is still "
+                "starting, `sglang-pp-mla diagnose --follow LOG`",
+                "The log shows neither a failure nor a server that is ready.",
+                False,
+                releases,
+            )
+        shown = ready or self._serving
+        return Reading(
+            "healthy",
+            "certain" if ready else "likely",
+            (),
+            release,
+            (shown,) if shown else (),
+            "" if ready else "`curl http://HOST:PORT/health_generate` answers 200 once the server is ready",
+            "The server is ready and nothing failed afterwards."
+            if ready
+            else "The server decodes and nothing failed; the log does not reach back to its start.",
+            False,
+            releases,
+        )
+
+    def _known(self, finding: _Finding) -> Reading:
+        signature = finding.signature
+        release, releases = self._release()
+        whole_log = f"journalctl _PID={finding.pid} -o cat" if finding.pid else "cat WHOLE_LOG"
+        groups = {**finding.groups, "whole_log": whole_log}
+        remedy = _filled(signature.remedy, groups)
+        if signature.settle:
+            remedy += f". To be certain: {_filled(signature.settle, groups)}"
+        remedy = ". ".join((remedy, *self._remarks(finding, release)))
+        return Reading(
+            signature.name,
+            signature.certainty,
+            tuple(sorted(finding.ranks)),
+            release,
+            tuple(finding.evidence),
+            remedy,
+            _filled(signature.meaning, groups),
+            True,
+            releases,
+        )
+
+    def _remarks(self, finding: _Finding, release: str | None) -> Iterator[str]:
+        """What more there is to say of this failure in this log."""
+        signature = finding.signature
+        if signature.name != "buffer-probe":
+            return
+        if release is not None and release not in PROBE_IN_TRITON:
+            yield f"SGLang {release} has the repair for Triton, so here another backend asks"
+        silent = sorted(self._seen_ranks - finding.ranks - {0})
+        if not finding.ranks or max(finding.ranks) < 2:
+            return
+        if 1 in silent:
+            yield (
+                "PP1 did not fail: its index wraps silently onto the buffer of another layer, as on each stage that "
+                "begins at or below its own number of layers"
+            )
+        if others := [rank for rank in silent if rank > 1]:
+            yield f"{_names(others)} said nothing before the server was ended"
+
+    def _unknown(self, deaths: list[Evidence], raised: list[Evidence]) -> Reading:
+        release, releases = self._release()
+        lines = {line.line: line for line in (*deaths[:3], *raised[:3])}
+        ranks = {rank for host in self._hosts.values() for rank in host.dead_ranks}
+        if deaths:
+            meaning = "The server failed in a way that is not among those known."
+            remedy = "Search https://github.com/sgl-project/sglang/issues for the last line of the first traceback"
+        else:
+            meaning = "There is an error, but not enough around it to say which failure it belongs to."
+            remedy = "Give the whole log from the server's start, at least the traceback above this error"
+        return Reading(
+            "unknown",
+            "unknown",
+            tuple(sorted(ranks)),
+            release,
+            tuple(lines[number] for number in sorted(lines)),
+            remedy,
+            meaning,
+            True,
+            releases,
+        )
+
+    def _release(self) -> tuple[str | None, tuple[str, ...]]:
+        """The release, and those that the line numbers allow where they do not tell them apart."""
+        possible = tuple(release for release in RELEASES if release in (self._releases or ()))
+        if len(possible) == 1:
+            return possible[0], possible
+        if self._named is not None and (not possible or self._named in possible):
+            return self._named, (self._named,)
+        return None, possible
+
+
+class _One:
+    """One line as a file."""
+
+    def __init__(self, line: bytes) -> None:
+        self._rest = line
+
+    def readline(self, size: int, /) -> bytes:
+        piece, self._rest = self._rest[:size], self._rest[size:]
+        return piece
+
+
+def diagnose(lines: Iterable[bytes | str], signatures: Sequence[Signature] = BUILT_IN) -> Reading:
+    """The reading of a log given as lines."""
+    diagnosis = Diagnosis(signatures)
+    for line in lines:
+        diagnosis.feed(line.encode("utf-8", "surrogateescape") if isinstance(line, str) else line)
+    return diagnosis.reading()
+
+
+def _any_of(keys: Iterable[str]) -> re.Pattern[bytes]:
+    """A regex that finds any of the texts, with one branch a first letter, which is what keeps it fast."""
+    texts = sorted({key.encode() for key in keys})
+    # One that another one begins is found with that one.
+    texts = [text for text in texts if not any(text != other and other in text for other in texts)]
+    branches = []
+    for first, group in groupby(texts, key=lambda text: text[:1]):
+        rests = b"|".join(re.escape(text[1:]) for text in group)
+        branches.append(re.escape(first) + b"(?:" + rests + b")")
+    return re.compile(b"|".join(branches))
+
+
+def _clean(part: bytes) -> str:
+    """A line as text that no terminal, browser or reader can be harmed by: printable, and tabs as spaces."""
+    return _CONTROLS.sub("\ufffd", part.decode("utf-8", "replace").rstrip("\r\n").replace("\t", " "))
+
+
+def _shown(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+
+
+def _unwrap(text: str) -> tuple[str, str, str, str | None]:
+    """A line without what Docker, Kubernetes, systemd, Ray or PyTorch put before it; its host, process and pid."""
+    at, hosts, streams, pid = 0, [], [], None
+    for _ in range(4):
+        wrapper = _WRAPPERS.match(text, at)
+        if wrapper is None or wrapper.end() == at:
+            break
+        at = wrapper.end()
+        hosts += [each for each in (wrapper["compose"], wrapper["pod"], wrapper["unit"]) if each]
+        streams += [each for each in (wrapper["rank"], wrapper["ray"], wrapper["pid"]) if each]
+        pid = wrapper["pid"] or pid
+    return text[at:], "/".join(hosts), "/".join(streams), pid
+
+
+def _filled(text: str, groups: dict[str, str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda name: groups.get(name[1], name[0]), text)
+
+
+def _names(ranks: Sequence[int]) -> str:
+    names = [f"PP{rank}" for rank in ranks]
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
