@@ -185,6 +185,7 @@ class Model:
     ``moe_layers[i]`` is whether layer ``i`` is a mixture of experts. ``dtype_bytes`` are of a weight that is
     not quantised. ``multimodal`` is whether the configuration wraps a ``text_config``. ``other_attention``
     says which layers do not keep each token's keys and values, and the key that shows it; ``""`` if all do.
+    ``vision`` are layers and width of a wrapper's vision tower.
     """
 
     architecture: str
@@ -205,6 +206,7 @@ class Model:
     max_position_embeddings: int | None
     multimodal: bool
     other_attention: str
+    vision: tuple[int, int] | None = None
 
     @classmethod
     def from_config(cls, config: Config) -> Model:
@@ -239,6 +241,7 @@ class Model:
             max_position_embeddings=_whole(text, "max_position_embeddings"),
             multimodal=text is not config,
             other_attention=_other_attention(text),
+            vision=_vision(config),
         )
 
     @property
@@ -279,6 +282,15 @@ def _other_attention(text: Config) -> str:
         return f"{other[0].replace('_', ' ')} layers (layer_types)"
     windowed = listed is None and text.get("sliding_window") and text.get("use_sliding_window") is not False
     return "sliding attention layers (sliding_window)" if windowed else ""
+
+
+def _vision(config: Config) -> tuple[int, int] | None:
+    tower = config.get("vision_config")
+    if not isinstance(tower, Mapping):
+        return None
+    # SGLang takes the same for a tower that does not say; Kimi's says it with a prefix.
+    layers = _whole(tower, "num_hidden_layers") or _whole(tower, "vt_num_hidden_layers") or 24
+    return layers, _whole(tower, "hidden_size") or _whole(tower, "vt_hidden_size") or 1024
 
 
 def _attention(text: Config, name: str) -> Attention:

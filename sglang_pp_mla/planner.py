@@ -38,10 +38,11 @@ _PREFILL_GRAPHS = Version("0.5.10")
 _LIFTED_SPLITS = Version("0.5.12")
 _HANDS_ON_INDICES = Version("0.5.14")
 _NO_MASK = Version("0.5.17")
-_SHARED_INDEX_KEYS = Version("0.5.18")
+_SHARED_INDEX_KEYS = _VISION_CACHE_KEPT = Version("0.5.18")
 _LARGER_SMALL_GPUS = Version("0.5.20")
 _SLOTS_BY_REQUESTS = Version("0.5.22")
 
+_VISION_CACHE = 100 * MIB  # SGLANG_VLM_CACHE_SIZE_MB, of a multimodal model
 _SCALE_BLOCK = 128  # elements of an fp8 latent or indexer key that share a scale of four bytes
 
 
@@ -217,12 +218,12 @@ def chunked_prefill_size(deployment: Deployment) -> int:
     return next((tokens for limit, tokens in table if memory < limit), 16384)
 
 
-def default_mem_fraction(deployment: Deployment) -> float:
-    """SGLang's own ``--mem-fraction-static`` for a pipeline, rounded as SGLang rounds it.
+def default_mem_fraction(model: Model, deployment: Deployment) -> float:
+    """SGLang's own ``--mem-fraction-static``, rounded as SGLang rounds it.
 
     512 MiB, 1.5 MiB a token of a prefill chunk, 2 MiB a graph slot and 1 GiB for eight GPUs are kept; above
-    60 GiB at least 10. Smallest GPU first, as ``nvidia-smi`` is asked for the least. Source:
-    ``server_args.py``, since 0.5.19 ``arg_groups/memory_hook.py``.
+    60 GiB at least 10. The smallest GPU counts, as ``nvidia-smi`` is asked for the least. A vision tower takes
+    a share of the rest. Source: ``server_args.py``, since 0.5.19 ``arg_groups/memory_hook.py``.
     """
     memory = min(deployment.gpu_bytes) / MIB
     reserved = 512 + 1.5 * chunked_prefill_size(deployment)
@@ -230,11 +231,25 @@ def default_mem_fraction(deployment: Deployment) -> float:
     if deployment.max_running is not None and deployment.release >= _SLOTS_BY_REQUESTS:
         slots = min(slots, deployment.max_running)
     reserved += 2 * slots + deployment.tp_size * deployment.pp_size / 8 * 1024
-    if deployment.pp_size == 1 and deployment.release >= _PREFILL_GRAPHS:
+    if deployment.pp_size == 1 and model.attention.is_mla and deployment.release >= _PREFILL_GRAPHS:
         reserved += 1.5 * 1024  # graphs of prefill, which a pipeline has not
     if memory > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
-    return round((memory - reserved) / memory, 3)
+    return round((memory - reserved) / memory, 3) * _share_beside_vision(model)
+
+
+def _share_beside_vision(model: Model) -> float:
+    """What SGLang multiplies the fraction by: 0.95, and less for towers larger than a ViT-L/14."""
+    if model.vision is None:
+        return 1.0
+    layers, width = model.vision
+    larger = layers * width**2 / (24 * 1024**2) - 1
+    return 0.95 * max(0.8, min(1.05, 1 - 0.1 * larger))
+
+
+def mem_fraction(model: Model, deployment: Deployment) -> float:
+    """The fraction that is given, else SGLang's own."""
+    return deployment.mem_fraction_static or default_mem_fraction(model, deployment)
 
 
 def token_bytes(model: Model, layer: int, kv_cache_dtype: str, tp_size: int, release: Version) -> int:
@@ -379,7 +394,6 @@ def check(model: Model, deployment: Deployment) -> None:
 def budget_of(model: Model, weights: Weights, deployment: Deployment) -> Budget:
     """The numbers the search works on."""
     free = tuple(max(0, size - RUNTIME_BYTES) for size in deployment.gpu_bytes)
-    fraction = deployment.mem_fraction_static or default_mem_fraction(deployment)
     may_start = [True] * model.num_layers
     if deployment.release < _HANDS_ON_INDICES:
         for first, end in model.joined_layers:
@@ -388,7 +402,9 @@ def budget_of(model: Model, weights: Weights, deployment: Deployment) -> Budget:
         token_bytes(model, layer, deployment.kv_cache_dtype, deployment.tp_size, deployment.release)
         for layer in range(model.num_layers)
     )
-    reserve = int(min(free) * (1 - fraction))
+    reserve = int(min(free) * (1 - mem_fraction(model, deployment)))
+    if model.multimodal and deployment.release >= _VISION_CACHE_KEPT:
+        reserve += _VISION_CACHE
     return Budget(weights, cells, free, reserve, deployment.page_size, tuple(may_start))
 
 
@@ -449,7 +465,7 @@ def _plan(
         default_partition=default,
         default_kv_tokens=budget.tokens(default) if budget.allows(default) else 0,
         stages=tuple(stages),
-        mem_fraction_static=deployment.mem_fraction_static or default_mem_fraction(deployment),
+        mem_fraction_static=mem_fraction(model, deployment),
         context=context,
         slots=slots,
         splits=splits,
@@ -492,7 +508,13 @@ def _does_not_fit(
 
 
 def _remedy(model: Model, weights: Weights, deployment: Deployment) -> str:
-    """The smallest pipeline of the same GPUs that does it, if there is one to be found."""
+    """A larger fraction where that alone does it, else the smallest pipeline of the same GPUs, else in general."""
+    plain = round(default_mem_fraction(replace(model, vision=None), deployment), 3)
+    if mem_fraction(model, deployment) < plain:
+        larger = replace(deployment, mem_fraction_static=plain)
+        default = tuple(len(stage.layers) for stage in default_partition(model.num_layers, deployment.pp_size))
+        if best_partition(budget_of(model, weights, larger), default) is not None:
+            return f"use --mem-fraction-static {plain:g}"
     if len(set(deployment.gpu_bytes)) == 1:
         for pp_size in range(deployment.pp_size + 1, min(model.num_layers, 4 * deployment.pp_size) + 1):
             larger = replace(deployment, gpu_bytes=deployment.gpu_bytes[:1] * pp_size)

@@ -112,6 +112,10 @@ def weights_of(model: Model, folder: Path | None, *, tp_size: int = 1, pp_size: 
     if model.tie_word_embeddings and pp_size > 1:
         # The last stage has no embedding to share, so it loads a copy.
         head += embedding
+    if model.vision is not None and not measured:
+        # Attention and an MLP of about four times the width; a checkpoint tells it exactly.
+        depth, width = model.vision
+        everywhere = 12 * depth * width**2 * model.dtype_bytes
     absorbed = math.ceil(absorbed_bytes(model) / tp_size)
     return Weights(tuple(size + absorbed for size in layers), embedding, head, everywhere, measured)
 

@@ -24,7 +24,13 @@ from sglang_pp_mla.weights import COUNTED, Weights, weights_of
 
 _BAR = 48
 _WIDTH = 118  # of a saved picture
-_PARTS = (("weights", "blue"), ("KV cache", "green"), ("buffers", "magenta"), ("activations", "yellow"))
+# Told apart without colours too.
+_PARTS = (
+    ("weights", "█", "blue"),
+    ("KV cache", "▓", "green"),
+    ("buffers", "▒", "magenta"),
+    ("activations", "░", "yellow"),
+)
 
 
 def plan(
@@ -290,10 +296,10 @@ def _show(console: Console, model: Model, weights: Weights, deployment: Deployme
         )
         first = last + 1
     console.print(table)
-    legend = Text("  ".join(("GiB of a GPU:", "")))
-    for name, colour in _PARTS:
-        legend.append("█ ", style=colour).append(f"{name}  ")
-    console.print(legend.append("░ spare, and what the runtime takes"))
+    legend = Text("GiB of one GPU: ")
+    for name, glyph, colour in _PARTS:
+        legend.append(glyph, style=colour).append(f" {name}  ")
+    console.print(legend.append("· spare, and what the runtime takes"))
     _show_default(console, found)
     if found.stock_splits > found.splits:
         console.print(
@@ -310,12 +316,12 @@ def _sizes(stage: StagePlan) -> tuple[int, int, int, int]:
 def _bar(stage: StagePlan, largest: int) -> Text:
     """Weights, cache, buffers and activations of a GPU, in proportion; a larger GPU has a longer bar."""
     bar, drawn, total = Text(), 0, 0
-    for (_, colour), size in zip(_PARTS, _sizes(stage), strict=True):
+    for (_, glyph, colour), size in zip(_PARTS, _sizes(stage), strict=True):
         total += size
         end = round(_BAR * total / largest)
-        bar.append("█" * (end - drawn), style=colour)
+        bar.append(glyph * (end - drawn), style=colour)
         drawn = end
-    return bar.append("░" * (round(_BAR * stage.gpu_bytes / largest) - drawn), style="dim")
+    return bar.append("·" * (round(_BAR * stage.gpu_bytes / largest) - drawn), style="dim")
 
 
 def _show_default(console: Console, found: Plan) -> None:

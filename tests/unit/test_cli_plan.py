@@ -158,6 +158,18 @@ def test_a_wrong_release_and_a_wrong_model() -> None:
     assert (result.exit_code, "does not exist" in result.stderr) == (2, True)
 
 
+def test_the_documented_example_is_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    example = (root / "docs" / "plan.md").read_text().split("```")[1].strip()
+    command, shown = example.split("\n", 1)
+    words = shlex.split(command)
+    assert words[:3] == ["$", "sglang-pp-mla", "plan"]
+    result = CliRunner().invoke(app, words[2:], env={"COLUMNS": "118"})
+    assert result.exit_code == 0, result.stderr
+    assert [line.rstrip() for line in result.stdout.strip().splitlines()] == shown.splitlines()
+
+
 @pytest.mark.parametrize("suffix", [".svg", ".html"])
 def test_the_report_is_saved(k26: str, tmp_path: Path, suffix: str) -> None:
     report = tmp_path / f"report{suffix}"

@@ -464,7 +464,7 @@ def test_gpus_of_different_size_get_what_they_can_hold(k26: Model) -> None:
     assert plan.partition[6] < 7
     assert plan.kv_tokens > 0
     # The smallest sets what all keep in reserve, as SGLang takes the least memory of all ranks.
-    fraction = default_mem_fraction(deployment)
+    fraction = default_mem_fraction(k26, deployment)
     assert {stage.reserve_bytes for stage in plan.stages} == {int((80 * GIB - RUNTIME_BYTES) * (1 - fraction))}
     for stage in plan.stages:
         used = stage.weight_bytes + stage.kv_bytes + stage.reserve_bytes + stage.spare_bytes + RUNTIME_BYTES
