@@ -10,6 +10,7 @@ import pluggy
 from sglang_pp_mla.fixes.fix import Fix
 
 if TYPE_CHECKING:  # of no use to a server
+    from sglang_pp_mla.preflight import Check
     from sglang_pp_mla.signatures import Signature
 
 PROJECT = "sglang_pp_mla"
@@ -26,3 +27,8 @@ def sglang_pp_mla_fixes() -> Iterable[Fix]:  # type: ignore[empty-body]
 @hookspec
 def sglang_pp_mla_signatures() -> Iterable[Signature]:  # type: ignore[empty-body]
     """Failures that ``sglang-pp-mla diagnose`` recognises besides its own. Called once a diagnosis."""
+
+
+@hookspec
+def sglang_pp_mla_checks() -> Iterable[Check]:  # type: ignore[empty-body]
+    """Checks that ``sglang-pp-mla preflight`` makes besides its own. Called once a preflight."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from sglang_pp_mla import __version__
-from sglang_pp_mla.cli import demo, diagnose, doctor, kernelfit, plan
+from sglang_pp_mla.cli import demo, diagnose, doctor, kernelfit, plan, preflight
 
 app = typer.Typer(
     help="Serve MLA models under pipeline parallelism on SGLang's Triton attention backend.",
@@ -18,6 +18,7 @@ app.command(name="diagnose")(diagnose.diagnose)
 app.command(name="doctor")(doctor.doctor)
 app.command(name="kernelfit")(kernelfit.kernelfit)
 app.command(name="plan")(plan.plan)
+app.command(name="preflight")(preflight.preflight)
 
 
 def _print_version(wanted: bool) -> None:

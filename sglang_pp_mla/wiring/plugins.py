@@ -1,4 +1,4 @@
-"""Fixes and failure signatures from other packages, found through pluggy."""
+"""Fixes, failure signatures and checks from other packages, found through pluggy."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from sglang_pp_mla import hookspecs
 from sglang_pp_mla.fixes.fix import Fix
 
 if TYPE_CHECKING:  # of no use to a server
+    from sglang_pp_mla.preflight import Check
     from sglang_pp_mla.signatures import Signature
 
 logger = logging.getLogger("sglang_pp_mla")
@@ -37,6 +38,11 @@ def fixes_of_plugins() -> list[Fix]:
 def signatures_of_plugins() -> list[Signature]:
     """What the plugins' ``sglang_pp_mla_signatures`` return; a plugin that raises is reported and left out."""
     return _named("sglang_pp_mla_signatures", "failure signatures")
+
+
+def checks_of_plugins() -> list[Check]:
+    """What the plugins' ``sglang_pp_mla_checks`` return; a plugin that raises is reported and left out."""
+    return _named("sglang_pp_mla_checks", "checks")
 
 
 def _named(hook: str, what: str) -> list[Any]:
