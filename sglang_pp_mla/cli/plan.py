@@ -13,6 +13,7 @@ from typing import Any
 import typer
 from packaging.version import InvalidVersion, Version
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -100,9 +101,18 @@ def plan(
         if save_to is not None:
             save(console, save_to, f"sglang-pp-mla plan {Path(model).name} --pp-size {pp_size}")
     except ValueError as error:
-        typer.echo(str(error), err=True)
+        typer.echo(_without_controls(str(error)), err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(0 if enough else 1)
+
+
+def _without_controls(text: str) -> str:
+    """Names come from a file that someone else wrote; they must not reach the terminal as commands."""
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
+def _printable(text: str) -> str:
+    return escape(_without_controls(text))
 
 
 # What was asked
@@ -269,13 +279,13 @@ def _show(console: Console, model: Model, weights: Weights, deployment: Deployme
     kind = f"MLA {attention.kv_lora_rank} + {attention.qk_rope_head_dim}" if attention.is_mla else "no MLA"
     source = "the checkpoint's headers" if weights.measured else "the configuration"
     console.print(
-        f"[bold]{model.architecture}[/bold]: {makeup}, {kind}, weights by {source}; SGLang {deployment.release}, "
-        f"--mem-fraction-static {found.mem_fraction_static:g}",
+        f"[bold]{_printable(model.architecture)}[/bold]: {makeup}, {kind}, weights by {source}; "
+        f"SGLang {deployment.release}, --mem-fraction-static {found.mem_fraction_static:g}",
         soft_wrap=True,
     )
     if not weights.measured and model.model_type not in COUNTED:
         console.print(
-            f"[yellow]The layers of {model.model_type} are counted as those of models like it; "
+            f"[yellow]The layers of {_printable(model.model_type)} are counted as those of models like it; "
             "a folder with safetensors files is exact.[/yellow]",
             soft_wrap=True,
         )
@@ -368,4 +378,4 @@ def _show_alternatives(console: Console, rows: list[_Alternative]) -> None:
     console.print(table)
     for each in rows:
         if each.refusal:
-            console.print(f"[red]{each.name}[/red]: {each.refusal}", soft_wrap=True)
+            console.print(f"[red]{each.name}[/red]: {_printable(each.refusal)}", soft_wrap=True)

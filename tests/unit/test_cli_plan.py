@@ -170,6 +170,16 @@ def test_the_documented_example_is_what_is_printed(monkeypatch: pytest.MonkeyPat
     assert [line.rstrip() for line in result.stdout.strip().splitlines()] == shown.splitlines()
 
 
+@pytest.mark.parametrize("changes", [{}, {"vocab_size": None}], ids=["planned", "refused"])
+def test_names_from_a_file_cannot_command_the_terminal(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = {**kimi_k26(), "architectures": ["[/bold]\x1b[2Jnone"], "model_type": "\x1b]0;x\x07[red]", **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run(str(tmp_path), "--pp-size", "8", "--gpu-memory", "96", "--compare", "TP3,PP62")
+    assert result.exit_code == (2 if changes else 0), result.output
+    assert "[/bold]?[2Jnone" in result.output
+    assert all(one.isprintable() or one == "\n" for one in result.output)
+
+
 @pytest.mark.parametrize("suffix", [".svg", ".html"])
 def test_the_report_is_saved(k26: str, tmp_path: Path, suffix: str) -> None:
     report = tmp_path / f"report{suffix}"
