@@ -370,6 +370,8 @@ def _as_reported(gpu: Gpu | None) -> tuple[int, int, str, int]:
 
 def check_arguments(deployment: Deployment) -> Iterable[Verdict]:
     """SGLang's own ``ServerArgs`` accept the flags."""
+    from sglang_pp_mla.rehearsal.examination import has_its_code
+
     try:
         examination = deployment.examination
     except Missing:
@@ -394,7 +396,11 @@ def check_arguments(deployment: Deployment) -> Iterable[Verdict]:
             )
         ]
     on = deployment.gpu.name if deployment.gpu else "an H100, since no --gpu is given"
-    return [Verdict("arguments", "pass", f"SGLang accepts them, as on {on}")]
+    summary = f"SGLang accepts them, as on {on}"
+    if not has_its_code(deployment.config, deployment.folder):
+        remedy = "Give the model's folder to have its own code read, and SGLang --trust-remote-code when serving."
+        return [Verdict("arguments", "pass", f"{summary}; without the model's own code, which is not here", remedy)]
+    return [Verdict("arguments", "pass", summary)]
 
 
 def check_probes(deployment: Deployment) -> Iterable[Verdict]:

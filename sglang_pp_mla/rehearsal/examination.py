@@ -70,6 +70,7 @@ def examine(
 ) -> Examination:
     """Ask. ``flags`` are SGLang's, without ``--model-path``: that is ``folder``, or one made for ``config``.
 
+    A folder that lacks the code its configuration names (:func:`has_its_code`) is none to SGLang.
     ``pool`` is ``{"kv_lora_rank", "qk_rope_head_dim"}`` of an MLA model, or ``{"head_num", "head_dim"}``. ``gpu``
     is the one SGLang is told of ``gpus`` times: capability, name, bytes. Raises :class:`RehearsalError` where
     SGLang cannot be imported.
@@ -77,10 +78,11 @@ def examine(
     environment = rehearsal_environment(installation, pp_size=len(stages), partition=partition)
     environment["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory(prefix="sglang-pp-mla-") as scratch:
-        if folder is None:
-            Path(scratch, "config.json").write_text(json.dumps(config), encoding="utf-8")
+        model = folder if folder is not None and has_its_code(config, folder) else Path(scratch)
+        if model != folder:
+            Path(scratch, "config.json").write_text(json.dumps(_without_code(config)), encoding="utf-8")
         question = {
-            "flags": ["--model-path", str(folder or scratch), *flags],
+            "flags": ["--model-path", str(model), *flags],
             "stages": [[stage.start_layer, stage.end_layer] for stage in stages],
             "pool": dict(pool),
             "probes": [vars(probe) for probe in probes],
@@ -114,3 +116,22 @@ def examine(
         probes=tuple(ProbeOutcome(**each) for each in answer["probes"]),
         fixes=answer["fixes"],
     )
+
+
+def has_its_code(config: Mapping[str, Any], folder: Path | None) -> bool:
+    """Whether the Python files that a configuration's ``auto_map`` names, if any, are in the model's folder."""
+    named = [str(name) for entry in (config.get("auto_map") or {}).values() for name in _listed(entry) if name]
+    files = {name.rpartition("--")[2].partition(".")[0] + ".py" for name in named}
+    return not files or (folder is not None and all((folder / file).is_file() for file in files))
+
+
+def _listed(entry: Any) -> list[Any]:
+    return entry if isinstance(entry, list) else [entry]
+
+
+def _without_code(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration that SGLang can read alone: known classes in place of the model's own, which is not here."""
+    known = {key: value for key, value in config.items() if key != "auto_map"}
+    if known.get("model_type") == "kimi_k2":  # DeepSeek V3 under another name
+        known["model_type"] = "deepseek_v3"
+    return known
