@@ -38,7 +38,7 @@ _PREFILL_GRAPHS = Version("0.5.10")
 _LIFTED_SPLITS = Version("0.5.12")
 _HANDS_ON_INDICES = Version("0.5.14")
 _NO_MASK = Version("0.5.17")
-_SHARED_INDEX_KEYS = _VISION_CACHE_KEPT = Version("0.5.18")
+_SHARED_INDEX_KEYS = _VISION_CACHE_KEPT = _MULTIMODAL_PREFILL_GRAPHS = Version("0.5.18")
 _LARGER_SMALL_GPUS = Version("0.5.20")
 _SLOTS_BY_REQUESTS = Version("0.5.22")
 
@@ -231,7 +231,8 @@ def default_mem_fraction(model: Model, deployment: Deployment) -> float:
     if deployment.max_running is not None and deployment.release >= _SLOTS_BY_REQUESTS:
         slots = min(slots, deployment.max_running)
     reserved += 2 * slots + deployment.tp_size * deployment.pp_size / 8 * 1024
-    if deployment.pp_size == 1 and model.attention.is_mla and deployment.release >= _PREFILL_GRAPHS:
+    graphs_since = _MULTIMODAL_PREFILL_GRAPHS if model.multimodal else _PREFILL_GRAPHS
+    if deployment.pp_size == 1 and model.attention.is_mla and deployment.release >= graphs_since:
         reserved += 1.5 * 1024  # graphs of prefill, which a pipeline has not
     if memory > 60 * 1024:
         reserved = max(reserved, 10 * 1024)

@@ -406,7 +406,11 @@ def test_what_tensor_parallelism_divides(k26: Model, tp_size: int) -> None:
 
 
 def test_the_absorbed_halves_are_counted(k26: Model) -> None:
-    assert absorbed_bytes(k26) == 64 * (128 + 128) * 512 * 2
+    halves = 64 * (128 + 128) * 512 * 2
+    assert absorbed_bytes(k26) == halves
+    stored = sum(tensor.size for tensor in configured_tensors(k26) if ".layers.5." in tensor.name)
+    assert weights_of(k26, None).layers[5] == stored + halves
+    assert weights_of(k26, None, tp_size=8).layers[5] < (stored + halves) / 4
     assert absorbed_bytes(model_of("models/mha")) == 0
 
 
