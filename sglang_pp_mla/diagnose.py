@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -19,9 +20,9 @@ from sglang_pp_mla.releases import RELEASES
 from sglang_pp_mla.signatures import BUILT_IN, PROBE_IN_TRITON, Signature
 
 PIECE = 64 * 1024
-"""Bytes of a line that are looked at together; a longer line is looked at in pieces."""
-WINDOW = 2000
-"""Characters that a regex sees at once. No evidence is longer, and a hostile line cannot make a search slow."""
+"""Bytes of a line that are looked at; none that says anything is longer."""
+WINDOW = 1000
+"""Characters that a regex sees at once, so that a hostile line cannot make a search slow."""
 SHOWN = 300
 """Characters of a line that a reading quotes."""
 TOGETHER = 60
@@ -31,6 +32,7 @@ STREAMS = 256
 """Hosts and processes whose state is kept; a log that names more is not a server's."""
 
 READY = "The server is fired up and ready to roll!"
+SERVING = "Decode batch"
 _STEPS = (
     ("Init torch distributed begin", "joining the pipeline"),
     ("Init parallel begin", "joining the pipeline"),
@@ -49,15 +51,24 @@ _DEATHS = (
     "scheduler died during initialization",
     "scheduler is dead",
     "Initialization failed.",
+    "crashed with exit code",
+    "Main process exited, code=",
 )
-_SUBPROCESS = re.compile(r"Subprocess .* crashed with exit code|Main process exited, code=")
-_RELEASE = re.compile(r"\bsglang(?:==|:v|-|: )(\d+\.\d+\.\d+(?:\.post\d+)?)(?![\w.])")
-_RELEASE_KEYS = ("sglang==", "sglang:v", "sglang-0", "sglang: 0")
+_RELEASE = re.compile(r"\bsglang(?:==|:v|: )(\d+\.\d+\.\d+(?:\.post\d+)?)(?![\w.])")
+_RELEASE_KEYS = ("sglang==", "sglang:v", "sglang: ")
 _TRACEBACK = "Traceback (most recent call last)"
-_GENERIC = (_TRACEBACK, 'File "', "Error", "Exception", "crashed with exit code", "Main process exited", "\x1b")
+_FRAME = 'File "'
+_GENERIC = (_TRACEBACK, _FRAME, "Error:", "Error\r", "Error\n", "Exception:", "Exception\r", "Exception\n", "\x1b")
+_REQUESTS = ("Receive: ", "Finish: ")
+"""Records that hold what users sent, which may be anything."""
 
-# What most lines of a long log are. They are left out before anything else is tried.
-_BULK = re.compile(rb"\[[-0-9: ]{8,19}[^\]\r\n\x1b]{0,40}\] (?:(Decode batch)|Prefill batch|INFO:  )[^\r\x1b]*\Z")
+_DIGITS = b"0123456789"
+"""Lines that differ in digits alone are looked at once: no key has any."""
+KNOWN = 20_000
+"""Lines without their digits that are remembered as saying nothing."""
+_COMMON = (
+    b" \neatoi=nr,s:lhd'\"cmu_pgf/.-ywb#v()[]PTk+OINSREDxAjzqC"  # from the most common in a log on; others are rarer
+)
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]?|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-Z\\^-~]?)")
 # Controls, and what turns or hides text around it: bidirectional marks, zero widths, line separators, surrogates.
 _CONTROLS = re.compile(
@@ -189,9 +200,20 @@ class Diagnosis:
         self._seen_ranks: set[int] = set()
         self._releases: frozenset[str] | None = None
         self._named: str | None = None
-        self._interesting = _any_of(self._keys())
+        self._interesting = _any_of(frozenset(self._keys()))
+        needs = [
+            (index, number, need)
+            for index, signature in enumerate(self._signatures)
+            for number, need in enumerate(signature.needs)
+        ]
+        self._frames = [each for each in needs if each[2].keys == (_FRAME,)]
+        self._texts = [each for each in needs if each[2].keys != (_FRAME,)]
+        self._text = re.compile("|".join(re.escape(key) for *_, need in self._texts for key in need.keys))
+        self._known_lines: set[bytes] = set()
 
     def _keys(self) -> Iterator[str]:
+        if self._serving is None:
+            yield SERVING
         yield from (READY, *_GENERIC, *_CHAINS, *_STARTS, *_DEATHS, *_RELEASE_KEYS)
         yield from (text for text, _ in _STEPS)
         for signature in self._signatures:
@@ -200,18 +222,24 @@ class Diagnosis:
 
     def read(self, log: Readable) -> None:
         """Take in all lines of a log."""
-        interesting, bulk, take = self._interesting.search, _BULK.match, self._take
-        readline = log.readline
+        take, readline, known = self._take, log.readline, self._known_lines
         while piece := readline(PIECE):
-            if not self._continued:
+            if self._continued:
+                # More of a long line. Progress bars come back to its start, so another may begin in it.
+                self._continued = piece[-1] != 10
+                _, _, piece = piece.partition(b"\r")
+            else:
                 self._number += 1
-            self._continued = piece[-1] != 10
-            common = bulk(piece)
-            if common:
-                if common.lastindex and self._serving is None:
-                    self._serving = Evidence(self._number, _shown(_clean(piece)))
-            elif interesting(piece):
+                self._continued = piece[-1] != 10
+            shape = piece.translate(None, _DIGITS)
+            if shape in known:
+                continue
+            if self._interesting.search(piece):
                 take(piece)
+            elif len(shape) < SHOWN:
+                if len(known) >= KNOWN:
+                    known.clear()
+                known.add(shape)
 
     def feed(self, line: bytes) -> None:
         """Take in one line, with or without its end."""
@@ -230,13 +258,13 @@ class Diagnosis:
     # Lines
 
     def _take(self, piece: bytes) -> None:
-        for part in re.split(rb"[\r\n]+", piece):  # progress bars come back to the start of their line
+        for part in re.split(rb"[\r\n]+", piece):  # each progress bar by itself
             if not part:
                 continue
             if b"\x1b" in part:
                 part = _ANSI.sub("", part.decode("utf-8", "replace")).encode()
             if len(part) <= WINDOW:
-                if self._interesting.search(part):
+                if self._interesting.search(part + b"\n"):
                     self._line(_clean(part))
                 continue
             for at in range(0, len(part), WINDOW - SHOWN):
@@ -253,6 +281,8 @@ class Diagnosis:
             named = _PP.search(record["tags"])
             rank = int(named[1]) if named else None
             body = body[record.end() :]
+            if body.startswith(_REQUESTS):
+                return
         host = self._hosts.get(host_name)
         if host is None:
             if len(self._hosts) >= HOSTS:
@@ -276,6 +306,9 @@ class Diagnosis:
             host.ready = line
             self._step(None, "ready")
             return
+        if SERVING in body and self._serving is None:
+            self._serving = line
+            self._interesting = _any_of(frozenset(self._keys()))  # there will be many more of these
         for text, step in _STEPS:
             if text in body:
                 self._step(rank, step)
@@ -285,7 +318,7 @@ class Diagnosis:
             if self._current_only:
                 host.forget()
                 host.ready = None
-        if any(text in body for text in _DEATHS) or _SUBPROCESS.search(body):
+        if any(text in body for text in _DEATHS):
             if len(host.deaths) < 5:
                 host.deaths.append(line)
             if rank is not None:
@@ -350,35 +383,43 @@ class Diagnosis:
             raised.append(line)
 
     def _match(self, host: _Host, block: _Block, line: Evidence, body: str, pid: str | None) -> None:
-        for index, signature in enumerate(self._signatures):
-            for number, need in enumerate(signature.needs):
-                found = need.search(body)
-                if found is None or number in block.seen.get(index, ()):
-                    continue
-                seen = block.seen.setdefault(index, {})
-                seen[number] = (line, {name: text for name, text in found.groupdict().items() if text is not None})
-                if len(seen) < len(signature.needs):
-                    continue
-                known = host.findings.get(index)
-                if known is not None:
-                    known.ranks |= block.ranks
-                    block.findings.append(known)
-                    continue
-                lines = {each.line: each for each, _ in seen.values()}
-                if block.head is not None:
-                    lines.setdefault(block.head.line, block.head)
-                finding = _Finding(
-                    signature,
-                    (host.run, signature.kind, block.start, index),
-                    line.line,
-                    [lines[number] for number in sorted(lines)],
-                    {name: text for _, groups in seen.values() for name, text in groups.items()},
-                    set(block.ranks),
-                    block,
-                    pid,
-                )
-                host.findings[index] = finding
-                block.findings.append(finding)
+        """What a line adds to the evidence of each signature."""
+        needs = self._frames if _FRAME in body else []
+        if self._text.search(body):
+            needs = needs + self._texts
+        for index, number, need in needs:
+            found = need.search(body)
+            if found is None or number in block.seen.get(index, ()):
+                continue
+            seen = block.seen.setdefault(index, {})
+            seen[number] = (line, {name: text for name, text in found.groupdict().items() if text is not None})
+            if len(seen) == len(self._signatures[index].needs):
+                self._find(host, block, index, line, pid)
+
+    def _find(self, host: _Host, block: _Block, index: int, line: Evidence, pid: str | None) -> None:
+        """A signature has all its evidence in a block; the first block that had it is what a reading shows."""
+        finding = host.findings.get(index)
+        if finding is None:
+            signature = self._signatures[index]
+            seen = block.seen[index].values()
+            lines = {each.line: each for each, _ in seen}
+            if block.head is not None:
+                lines.setdefault(block.head.line, block.head)
+            finding = host.findings[index] = _Finding(
+                signature,
+                (host.run, signature.kind, block.start, index),
+                line.line,
+                [lines[number] for number in sorted(lines)],
+                {name: text for _, groups in seen for name, text in groups.items()},
+                set(),
+                block,
+                pid,
+            )
+        if named := finding.groups.get("ranks"):
+            finding.ranks |= {int(rank) for rank in _PP.findall(named)}
+            return
+        finding.ranks |= block.ranks
+        block.findings.append(finding)
 
     # The reading
 
@@ -525,15 +566,22 @@ def diagnose(lines: Iterable[bytes | str], signatures: Sequence[Signature] = BUI
     return diagnosis.reading()
 
 
-def _any_of(keys: Iterable[str]) -> re.Pattern[bytes]:
-    """A regex that finds any of the texts, with one branch a first letter, which is what keeps it fast."""
-    texts = sorted({key.encode() for key in keys})
-    # One that another one begins is found with that one.
-    texts = [text for text in texts if not any(text != other and other in text for other in texts)]
-    branches = []
-    for first, group in groupby(texts, key=lambda text: text[:1]):
-        rests = b"|".join(re.escape(text[1:]) for text in group)
-        branches.append(re.escape(first) + b"(?:" + rests + b")")
+@lru_cache(maxsize=8)
+def _any_of(keys: frozenset[str]) -> re.Pattern[bytes]:
+    """A regex that finds every line which holds one of the texts, and few others, as fast as ``re`` can.
+
+    It looks for the end of each text from its least common character on, without digits (see :data:`_DIGITS`),
+    and has one branch a first character.
+    """
+    ends = set()
+    for key in keys:
+        text = max(re.split(r"\d+", key), key=len).encode()
+        start = max(range(max(1, len(text) - 10)), key=lambda at: _COMMON.find(text[at : at + 1]) % 256)
+        ends.add(text[start:])
+    branches = [
+        re.escape(first) + b"(?:" + b"|".join(re.escape(end[1:]) for end in group) + b")"
+        for first, group in groupby(sorted(ends), key=lambda end: end[:1])
+    ]
     return re.compile(b"|".join(branches))
 
 

@@ -56,7 +56,8 @@ def matches(pattern: str, *keys: str) -> Text:
 class Signature:
     """One failure and how it is recognised.
 
-    ``remedy`` says what to type and may name groups of the patterns, as in ``{limit}``. ``certainty`` is
+    ``remedy`` says what to type and may name groups of the patterns, as in ``{limit}``; a group ``ranks`` holds the
+    ranks concerned, where the line names others than its own. ``certainty`` is
     ``certain`` where the evidence leaves no other reading, else ``likely``; then ``settle`` is the one thing
     to do to be certain. ``unfinished``: the log must end, or be cut, before the traceback's exception.
     ``outlives_ready``: it is a failure even in a log that shows no process ending. ``releases`` are those that can
@@ -331,8 +332,8 @@ BUILT_IN: tuple[Signature, ...] = (
         "reaches the address, and that `pip show sglang-pp-mla` finds the package",
         (
             matches(
-                r"has not joined at \S+ after \d+ s|has not brought all hosts together after \d+ s"
-                r"|runs without sglang-pp-mla, so no fix acts",
+                r"\((?P<ranks>PP[\dP, ]+)\) (?:has not joined at|runs without sglang-pp-mla, so no fix acts)"
+                r"|has not brought all hosts together after \d+ s",
                 "has not joined at",
                 "has not brought all hosts together",
                 "runs without sglang-pp-mla",
@@ -707,11 +708,10 @@ BUILT_IN: tuple[Signature, ...] = (
         (
             matches(
                 r"NCCL WARN.*(?:[Cc]onnect to \S+ (?:failed|returned)|No route to host|Connection refused)"
-                r"|Gloo connectFullMesh failed|\bconnectFullMesh\b|no socket interface found|Bootstrap : no socket",
+                r"|Gloo connectFullMesh failed|\bconnectFullMesh\b|no socket interface found",
                 "NCCL WARN",
                 "connectFullMesh",
                 "no socket interface found",
-                "no socket",
             ),
         ),
         reports=("sgl-project/sglang#3820", "sgl-project/sglang#5594"),
