@@ -171,6 +171,16 @@ class Deployment:
         sizes = ["--pp-size", str(self.pp_size), "--tp-size", str(self.tp_size)]
         return [*sizes, "--attention-backend", self.backend, "--device", "cuda", *given]
 
+    def flag(self, name: str, default: str) -> str:
+        """The value of one of SGLang's flags, as given last."""
+        words, value = self.flags, default
+        for word, after in zip(words, [*words[1:], default], strict=True):
+            if word == name:
+                value = after
+            elif word.startswith(f"{name}="):
+                value = word.partition("=")[2]
+        return value
+
 
 @dataclass(frozen=True)
 class Rehearsal:
@@ -446,6 +456,7 @@ def check_probes(deployment: Deployment) -> Iterable[Verdict]:
 def check_kernels(deployment: Deployment) -> Iterable[Verdict]:
     """The kernels that a rank launches compile, and fit the GPU."""
     from sglang_pp_mla.kernelfit import KernelFitError, Shapes, fit
+    from sglang_pp_mla.wiring.arming import is_disabled
 
     if deployment.gpu is None:
         return [
@@ -456,12 +467,19 @@ def check_kernels(deployment: Deployment) -> Iterable[Verdict]:
     assert deployment.sglang
     assert deployment.installation is not None
     try:
-        shapes = Shapes.of_model(deployment.model, deployment.tp_size)
+        shapes = Shapes.of_model(
+            deployment.model,
+            deployment.tp_size,
+            kv_dtype=deployment.flag("--kv-cache-dtype", "auto"),
+            page_size=int(deployment.flag("--page-size", "1")),
+        )
         kernels = fit(shapes, deployment.gpu, sglang=deployment.sglang, python=deployment.installation.python)
     except (ValueError, KernelFitError) as error:
         return [Verdict("kernels", "warn", str(error), "Compile them alone with `sglang-pp-mla kernelfit`.")]
-    # With a fix of ours the stock kernel of the same path is not launched.
-    repaired = {kernel.path.partition(",")[0] for kernel in kernels if kernel.path.endswith(", mla-geometry")}
+    # With the fix the stock kernel of the same path is not launched, without it the other is not.
+    off = is_disabled("mla-geometry", deployment.disabled)
+    fixed = {kernel.path.partition(",")[0]: kernel.path for kernel in kernels if kernel.path.endswith(", mla-geometry")}
+    repaired = set(fixed.values() if off else fixed)
     unfit = [kernel for kernel in kernels if not kernel.fits and kernel.path not in repaired]
     if not unfit:
         return [Verdict("kernels", "pass", f"{len(kernels)} kernels compile and fit {deployment.gpu.name}")]

@@ -346,6 +346,19 @@ def test_a_wrong_call_is_one_sentence_and_2(laptop: Command, arguments: list[str
     assert says in done.stderr
 
 
+def test_flags_given_to_sglang_are_read_as_its_parser_reads_them(kimi: dict[str, Any]) -> None:
+    def value(given: str) -> str:
+        return Deployment(kimi, 2, sglang_args=given).flag("--kv-cache-dtype", "auto")
+
+    assert [value(given) for given in ("", "--kv-cache-dtype fp8_e4m3", "--kv-cache-dtype=bf16 --x")] == [
+        "auto",
+        "fp8_e4m3",
+        "bf16",
+    ]
+    assert value("--kv-cache-dtype bf16 --kv-cache-dtype fp8_e5m2") == "fp8_e5m2"
+    assert value("--kv-cache-dtype") == "auto"  # which SGLang refuses
+
+
 # A model's own code
 
 
