@@ -117,13 +117,14 @@ def examine(*, deep: bool = False, python: str = sys.executable) -> Report:
     gpus = _ask_for_gpus()
     start = ask_start(python)
     release = release_of(start.sglang, start.path) if start.sglang else None
-    fixes = states(start.sglang, _all_fixes(), os.environ.get(DISABLE, ""))
-    findings = [sglang_origin(start, release), arming(start, release, os.environ.get(DISABLE, ""))]
+    all_fixes, disabled = _all_fixes(), os.environ.get(DISABLE, "")
+    fixes = states(start.sglang, all_fixes, disabled)
+    findings = [sglang_origin(start, release), arming(start, release, disabled)]
     findings += [copies(start), pth_files(start), plugins(start, release)]
     findings += [kernels_pin(start.path), requirements(start), interpreter_numpy(start.path)]
     if deep and start.sglang:
-        imported = import_sglang(python, start.sglang, [module for fix in _all_fixes() for module in fix.changes])
-        findings += imported_findings(imported, os.environ.get(DISABLE, ""))
+        imported = import_sglang(python, start.sglang, [module for fix in all_fixes for module in fix.changes])
+        findings += imported_findings(imported, disabled)
         fixes = tuple(_as_imported(fix, imported.get("decisions", {})) for fix in fixes)
     found = gpu(gpus)
     findings += [found, driver_library(start, there=found.status != "skip")]
@@ -587,9 +588,9 @@ def imported_findings(imported: Mapping[str, Any], disabled: str) -> list[Findin
         known = "triton_pp" in imported["choices"]
         factory = imported.get("registered", {}).get("triton", "absent")
         found = f"{'among' if known else 'not among'} SGLang's choices; its triton is built by {factory}"
-        wanted = not is_disabled("triton-pp", disabled)
-        remedy = "SGLang refuses triton_pp in this interpreter; see the state of the fix triton-pp."
-        findings.append(
-            Finding("registered", "fail" if wanted and not known else "pass", found, "" if known else remedy)
-        )
+        if known or is_disabled("triton-pp", disabled):
+            findings.append(Finding("registered", "pass", found))
+        else:
+            remedy = "SGLang refuses triton_pp in this interpreter; see the state of the fix triton-pp."
+            findings.append(Finding("registered", "fail", found, remedy))
     return findings

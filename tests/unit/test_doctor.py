@@ -317,3 +317,21 @@ def test_a_gpu_without_its_library_is_a_failure_and_a_laptop_is_not() -> None:
     assert doctor.driver_library(starting(libcuda=True), there=True).status == "pass"
     if not Path("/dev/nvidiactl").exists():
         assert doctor.driver_library(starting(libcuda=False), there=False).status == "skip"
+
+
+# With SGLang imported
+
+
+def test_what_an_import_of_sglang_shows() -> None:
+    registered = {"triton": "sglang.srt.layers.attention.attention_registry.create_triton_backend"}
+    good = {"failed": {}, "choices": ["triton", "triton_pp"], "registered": registered, "decisions": {}}
+    assert [finding.status for finding in doctor.imported_findings(good, "")] == ["pass", "pass"]
+    stock = good | {"choices": ["triton"]}
+    assert [finding.status for finding in doctor.imported_findings(stock, "")] == ["pass", "fail"]
+    assert [finding.status for finding in doctor.imported_findings(stock, "1")] == ["pass", "pass"]
+    no_ray = {"sglang.srt.ray.engine": "ModuleNotFoundError: No module named 'ray'"}
+    assert doctor.imported_findings(good | {"failed": no_ray}, "")[0].status == "pass"
+    refused = {"sglang.srt.server_args": "ValueError: Either a revision or a version must be specified."}
+    (finding,) = doctor.imported_findings({"failed": refused}, "")
+    assert (finding.id, finding.status) == ("import", "fail")
+    assert "Either a revision" in finding.remedy
