@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,6 +126,7 @@ class Lines:
         self._status = console.status("looking")
         self._board: Board | None = None
         self._size = 0
+        self._lock = threading.Lock()
         deployment.on_progress = self._show_progress
 
     def __enter__(self) -> Lines:
@@ -146,19 +148,19 @@ class Lines:
             self._status.update("compiling kernels")
 
     def _show_progress(self, pp_size: int, progress: Progress) -> None:
+        """Called from the threads that read an engine's log and its answers."""
         if self._console.quiet:
             return
-        if self._board is None or pp_size != self._size:
-            self._status.stop()
-            self._close_board()
-            self._size = pp_size
-            stages = self._deployment.stages
-            if pp_size == 1:
-                stages = stages_of((stages[-1].end_layer,))
-            self._console.print(f"rehearsing --pp-size {pp_size}")
-            self._board = Board(self._console, stages)
-            self._board.__enter__()
-        self._board.show(progress)
+        with self._lock:
+            if self._board is None or pp_size != self._size:
+                self._status.stop()
+                self._close_board()
+                self._size = pp_size
+                stages = self._deployment.stages
+                self._console.print(f"rehearsing --pp-size {pp_size}")
+                self._board = Board(self._console, stages if pp_size > 1 else stages_of((stages[-1].end_layer,)))
+                self._board.__enter__()
+            self._board.show(progress)
 
     def _close_board(self) -> None:
         if self._board is not None:
