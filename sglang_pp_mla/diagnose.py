@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from sglang_pp_mla.frames import releases_with
 from sglang_pp_mla.releases import RELEASES
-from sglang_pp_mla.signatures import BUILT_IN, PROBE_IN_TRITON, Signature
+from sglang_pp_mla.signatures import BUILT_IN, PROBE_IN_TRITON, Kind, Signature
 
 PIECE = 64 * 1024
 """Bytes of a line that are looked at; none that says anything is longer."""
@@ -44,8 +44,9 @@ _STEPS = (
 )
 _STARTS = ("server_args=", "systemd[1]: Started ")
 _CHAINS = ("During handling of the above exception", "was the direct cause of the following exception")
+_HIT = "Scheduler hit an exception"
 _DEATHS = (
-    "Scheduler hit an exception",
+    _HIT,
     "Received sigquit from a child process",
     "SIGQUIT received.",
     "scheduler died during initialization",
@@ -134,7 +135,6 @@ class _Finding:
 
     signature: Signature
     order: tuple[int, int, int, int]
-    line: int
     evidence: list[Evidence]
     groups: dict[str, str]
     ranks: set[int]
@@ -153,6 +153,7 @@ class _Block:
     head: Evidence | None = None
     raised: int = 0
     chained: bool = False
+    deaths: list[int] = field(default_factory=list)
     seen: dict[int, dict[int, tuple[Evidence, dict[str, str]]]] = field(default_factory=dict)
     findings: list[_Finding] = field(default_factory=list)
 
@@ -166,12 +167,14 @@ class _Host:
     findings: dict[int, _Finding] = field(default_factory=dict)
     deaths: list[Evidence] = field(default_factory=list)
     dead_ranks: set[int] = field(default_factory=set)
+    unexplained: set[int] = field(default_factory=set)
     raised: list[Evidence] = field(default_factory=list)
 
     def forget(self) -> None:
         self.findings.clear()
         self.deaths.clear()
         self.dead_ranks.clear()
+        self.unexplained.clear()
         self.raised.clear()
 
 
@@ -292,8 +295,10 @@ class Diagnosis:
             self._seen_ranks.add(rank)
         self._note(host, line, body, rank)
         block = self._block(host_name, stream, line, body, rank, record is not None)
-        if block is not None:
-            self._match(host, block, line, body, pid)
+        if _HIT in body and not block.findings and len(host.unexplained) < STREAMS:
+            host.unexplained.add(line.line)
+            block.deaths.append(line.line)
+        self._match(host, block, line, body, pid)
 
     def _note(self, host: _Host, line: Evidence, body: str, rank: int | None) -> None:
         """What a line says of the release, the stages' progress, a start, an end or a death."""
@@ -330,10 +335,8 @@ class Diagnosis:
 
     # Tracebacks
 
-    def _block(
-        self, host: str, stream: str, line: Evidence, body: str, rank: int | None, record: bool
-    ) -> _Block | None:
-        """The traceback or record that a line belongs to; None for one that is told apart from it."""
+    def _block(self, host: str, stream: str, line: Evidence, body: str, rank: int | None, record: bool) -> _Block:
+        """The traceback or record that a line belongs to."""
         key = (host, stream)
         block = self._blocks.get(key)
         if block is not None and line.line - block.last > TOGETHER:
@@ -394,10 +397,11 @@ class Diagnosis:
             seen = block.seen.setdefault(index, {})
             seen[number] = (line, {name: text for name, text in found.groupdict().items() if text is not None})
             if len(seen) == len(self._signatures[index].needs):
-                self._find(host, block, index, line, pid)
+                self._find(host, block, index, pid)
 
-    def _find(self, host: _Host, block: _Block, index: int, line: Evidence, pid: str | None) -> None:
+    def _find(self, host: _Host, block: _Block, index: int, pid: str | None) -> None:
         """A signature has all its evidence in a block; the first block that had it is what a reading shows."""
+        host.unexplained.difference_update(block.deaths)
         finding = host.findings.get(index)
         if finding is None:
             signature = self._signatures[index]
@@ -408,7 +412,6 @@ class Diagnosis:
             finding = host.findings[index] = _Finding(
                 signature,
                 (host.run, signature.kind, block.start, index),
-                line.line,
                 [lines[number] for number in sorted(lines)],
                 {name: text for _, groups in seen for name, text in groups.items()},
                 set(),
@@ -439,7 +442,7 @@ class Diagnosis:
     def reading(self) -> Reading:
         """What the lines so far say."""
         first = min(self._eligible(), key=lambda finding: finding.order, default=None)
-        if first is not None:
+        if first is not None and not self._follows_the_unknown(first):
             return self._known(first)
         hosts = list(self._hosts.values())
         deaths = [line for host in hosts for line in host.deaths]
@@ -475,6 +478,11 @@ class Diagnosis:
             False,
             releases,
         )
+
+    def _follows_the_unknown(self, finding: _Finding) -> bool:
+        """Whether a scheduler died before this consequence, of a cause that is not known."""
+        died = min((line for host in self._hosts.values() for line in host.unexplained), default=finding.block.start)
+        return finding.signature.kind is not Kind.CAUSE and died < finding.block.start
 
     def _known(self, finding: _Finding) -> Reading:
         signature = finding.signature

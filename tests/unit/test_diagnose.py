@@ -197,8 +197,17 @@ def test_a_consequence_gives_way_to_a_cause_that_is_logged_later() -> None:
         for name in ("peer-died", "nccl-timeout", "illegal-memory-access")
     )
     assert read(peer + timeout).verdict == "nccl-timeout"
+    assert read(peer + peer.replace(b"PP4", b"PP5") + timeout).verdict == "nccl-timeout"
     assert read(timeout + peer).verdict == "nccl-timeout"
     assert read(timeout + cause).verdict == "illegal-memory-access"
+
+
+def test_a_consequence_of_an_unknown_cause_is_no_reading() -> None:
+    unknown = (LOGS / "crash-after-ready-unknown.log").read_bytes()
+    killed = b"[2026-11-29 14:51:43] Subprocess scheduler_0 (pid=1) crashed with exit code -9. Triggering SIGQUIT\n"
+    assert read(killed).verdict == "oom-killed"
+    assert read(unknown + killed).verdict == "unknown"
+    assert read(unknown + (LOGS / "nccl-timeout.log").read_bytes().splitlines()[-1]).verdict == "unknown"
 
 
 def test_a_traceback_that_follows_a_long_progress_bar_on_its_line() -> None:
