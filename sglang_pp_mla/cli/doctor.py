@@ -14,6 +14,7 @@ from rich.text import Text
 
 from sglang_pp_mla import __version__
 from sglang_pp_mla.cli.saving import check_path, save
+from sglang_pp_mla.cli.terminal import printable
 from sglang_pp_mla.doctor import DoctorError, Report, examine
 
 _MARKS = {"pass": "ok", "warn": "WARN", "fail": "FAIL", "skip": "-"}
@@ -46,7 +47,7 @@ def doctor(
         if save_to is not None:
             save(console, save_to, "sglang-pp-mla doctor")
     except (DoctorError, ValueError) as error:
-        typer.echo(str(error), err=True)
+        typer.echo(printable(str(error)), err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(0 if report.serves else 1)
 
@@ -78,11 +79,11 @@ def _print(report: Report, console: Console) -> None:
         style = _STYLES.get(each.status, "green")
         _line(console, each.id, _MARKS[each.status], without_home(each.found), style, 15, 4)
         if each.remedy:
-            console.print(Text(f"  {'':15}  {'':4}  {without_home(each.remedy)}"))
+            console.print(Text(f"  {'':15}  {'':4}  {printable(without_home(each.remedy))}"))
 
 
 def _line(console: Console, name: str, state: str, text: str, style: str, name_width: int, state_width: int) -> None:
-    console.print(Text.assemble(f"  {name:{name_width}}  ", (f"{state:{state_width}}", style), f"  {text}"))
+    console.print(Text.assemble(f"  {name:{name_width}}  ", (f"{state:{state_width}}", style), f"  {printable(text)}"))
 
 
 def without_home(text: str) -> str:

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from sglang_pp_mla.cli.board import Board
 from sglang_pp_mla.cli.saving import check_path, save
+from sglang_pp_mla.cli.terminal import printable
 from sglang_pp_mla.geometry import read_config
 from sglang_pp_mla.preflight import BUILT_IN, Check, Deployment, Verdict, as_json, run
 from sglang_pp_mla.rehearsal import Installation, Progress, RehearsalError, find_sglang
@@ -83,7 +84,7 @@ def preflight(
         if save_to is not None:
             save(console, save_to, f"sglang-pp-mla preflight {Path(model).name} --pp-size {pp_size}")
     except ValueError as error:
-        typer.echo(str(error), err=True)
+        typer.echo(printable(str(error)), err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(0 if good else 1)
 
@@ -175,9 +176,9 @@ def _print(console: Console, verdict: Verdict) -> None:
     line.add_column(width=4)
     line.add_column(width=13)
     line.add_column(overflow="fold")
-    line.add_row(Text(mark, style), verdict.id, Text(verdict.summary + ranks))
+    line.add_row(Text(mark, style), Text(printable(verdict.id)), Text(printable(verdict.summary) + ranks))
     if verdict.remedy:
-        line.add_row("", "", Text(verdict.remedy, "bold" if verdict.status == "fail" else "dim"))
+        line.add_row("", "", Text(printable(verdict.remedy), "bold" if verdict.status == "fail" else "dim"))
     console.print(line)
 
 

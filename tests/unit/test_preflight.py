@@ -329,6 +329,18 @@ def test_the_end_is_a_launch_command_or_what_failed(laptop: Command, tmp_path: P
     assert "adds up to 62 layers" in picture
 
 
+@pytest.mark.parametrize("name", ["\x1b[2J\x1b]0;x\x07", "[red]"])
+def test_names_from_a_file_cannot_command_the_terminal(laptop: Command, tmp_path: Path, name: str) -> None:
+    config = config_of("deepseek-v3.json", architectures=[name])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "broken.json").write_text(json.dumps(config | {"num_hidden_layers": name}))
+    for file in ("config.json", "broken.json"):
+        done = laptop(tmp_path / file, "--pp-size", 2)
+        assert done.returncode == (file == "broken.json")
+        assert name.replace("\x1b", "?").replace("\x07", "?") in done.stdout
+        assert all(one.isprintable() or one == "\n" for one in done.stdout + done.stderr)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
