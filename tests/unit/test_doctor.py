@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -307,7 +308,9 @@ def test_a_driver_that_does_not_answer_is_a_failure(
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(doctor, "_GPU_S", 0.5 if status == "fail" else 20)
+    began = time.monotonic()
     finding = doctor.gpu(doctor._ask_for_gpus())
+    assert time.monotonic() - began < 30
     assert finding.status == status
     assert ("nvidia-smi" in finding.remedy) == (status == "fail")
 
