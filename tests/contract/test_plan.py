@@ -17,7 +17,7 @@ import pytest
 from packaging.version import Version
 
 from sglang_pp_mla.geometry import Model, read_config
-from sglang_pp_mla.planner import GIB, Deployment, chunked_prefill_size, default_mem_fraction, graph_slots
+from sglang_pp_mla.planner import GIB, Deployment, chunked_prefill_size, default_mem_fraction, graph_slots, token_bytes
 from sglang_pp_mla.rehearsal.environment import KERNEL_LIBRARY
 
 DATA = Path(__file__).parents[1] / "data"
@@ -88,3 +88,27 @@ def test_memory_is_chosen_as_sglang_does(
             assert answer["slots"] == graph_slots(deployment), case
         compared += 1
     assert compared == len(CASES)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("name", ["mla", "mha"])
+def test_bytes_a_token_are_those_of_the_real_pool(name: str, dtype: str, sglang_release: Version) -> None:
+    """A row of each layer's buffers, as the release's own pool makes them on a CPU."""
+    import torch
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    from tests.unit.pools import call
+
+    model = Model.from_config(read_config(DATA / "models" / name))
+    attention = model.attention
+    kinds = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+    common = {"size": 8, "page_size": 1, "dtype": kinds[dtype], "device": "cpu", "enable_memory_saver": False}
+    common |= {"layer_num": 3, "start_layer": 1, "end_layer": 4}
+    if attention.is_mla:
+        widths = {"kv_lora_rank": attention.kv_lora_rank, "qk_rope_head_dim": attention.qk_rope_head_dim}
+        buffers = call(MLATokenToKVPool, **common, **widths).kv_buffer
+    else:
+        pool = call(MHATokenToKVPool, **common, head_num=attention.num_kv_heads, head_dim=attention.head_dim)
+        buffers = [*pool.k_buffer, *pool.v_buffer]
+    a_token = sum(buffer[0].numel() * buffer.element_size() for buffer in buffers)
+    assert a_token == sum(token_bytes(model, layer, dtype, 1, sglang_release) for layer in (1, 2, 3))

@@ -258,6 +258,8 @@ def parameters_a_layer(config: dict[str, Any]) -> tuple[list[int], int]:
     import torch
     import transformers
 
+    if config["model_type"] not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no class for it")
     settings = {key: value for key, value in config.items() if key not in ("architectures", "torch_dtype")}
     transformers_config = transformers.AutoConfig.for_model(**settings)
     with torch.device("meta"):
