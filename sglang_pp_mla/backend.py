@@ -19,6 +19,7 @@ from sglang_pp_mla.fixes.fix import Changes
 from sglang_pp_mla.kernels.flat_schedule import number_of_pieces, workspace_bytes
 from sglang_pp_mla.kv_splits import fit_kv_splits
 from sglang_pp_mla.probes import held_layers, stage_local_probes
+from sglang_pp_mla.shared_partials import SharedPartials
 from sglang_pp_mla.stage import Stage
 
 DECODE = "SGLANG_PP_MLA_DECODE"
@@ -50,6 +51,7 @@ class TritonPPAttnBackend(TritonAttnBackend):
                 meanwhile.put(vars(triton_backend), _LIFT, partial(self._note_asked, lift))
             super().__init__(model_runner, *args, **kwargs)
         refuse_mixed_value_heads(stage, pool, {self.v_head_dim, getattr(self, "swa_v_head_dim", None)})
+        self.lifted_kv_splits = self.max_kv_splits
         self.fit_kv_splits(slots=1)
         self.decode = self.choose_decode(stage, model_runner)
         if not kwargs.get("skip_prefill"):
@@ -64,7 +66,8 @@ class TritonPPAttnBackend(TritonAttnBackend):
 
         A tile size, given or that of deterministic inference, decides the number by itself.
         """
-        if self.asked_kv_splits is not None and getattr(self, "split_tile_size", None) is None:
+        if self.fits_kv_splits:
+            assert self.asked_kv_splits is not None
             self.max_kv_splits = fit_kv_splits(
                 self.max_kv_splits,
                 self.asked_kv_splits,
@@ -73,6 +76,17 @@ class TritonPPAttnBackend(TritonAttnBackend):
                 sm_count=self.device_core_count,
                 slots=slots,
             )
+
+    @property
+    def fits_kv_splits(self) -> bool:
+        return self.asked_kv_splits is not None and getattr(self, "split_tile_size", None) is None
+
+    def get_num_kv_splits(self, *args: Any, **kwargs: Any) -> None:
+        """As many for each request as the release would choose; :class:`SharedPartials` cuts them to the room."""
+        with Changes() as meanwhile:
+            if self.shares_partials:
+                meanwhile.put(self.__dict__, "max_kv_splits", self.lifted_kv_splits)
+            super().get_num_kv_splits(*args, **kwargs)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Here the partial results are kept for every slot, so here their number counts."""
@@ -87,14 +101,15 @@ class TritonPPAttnBackend(TritonAttnBackend):
 
         Returns what serves, in words. Raises ``ValueError`` for any other setting but ``stock``.
         """
+        self.shares_partials = False
         wanted = os.environ.get(DECODE, "").strip().lower() or "stock"
         if wanted not in ("stock", "flat"):
             raise ValueError(f"{stage}: {DECODE}={wanted} is neither stock nor flat; set one of them or unset it.")
-        if wanted == "stock":
-            return f"at most {self.max_kv_splits} KV splits"
-        reason = self.flat_cannot_serve(model_runner)
-        if reason:
-            return f"at most {self.max_kv_splits} KV splits, stock since the flat decode does not serve {reason}"
+        reason = self.flat_cannot_serve(model_runner) if wanted == "flat" else None
+        if wanted == "stock" or reason:
+            self.share_partials(model_runner.token_to_kv_pool)
+            said = f"at most {self.max_kv_splits} KV splits"
+            return f"{said}, stock since the flat decode does not serve {reason}" if reason else said
         from sglang_pp_mla.kernels.flat_attention import FlatDecode  # imports triton's language, for flat alone
 
         pieces = number_of_pieces(self.num_head, max(1, self.device_core_count))
@@ -109,6 +124,20 @@ class TritonPPAttnBackend(TritonAttnBackend):
         self.max_kv_splits = 1  # the stock partial results are not used
         size = workspace_bytes(pieces, self.num_head, self.v_head_dim) / 2**20
         return f"flat decode in {pieces} pieces, workspace {size:.1f} MiB"
+
+    def share_partials(self, pool: Any) -> None:
+        """Let the requests of a batch share the room of all slots, where a stage keeps less than SGLang would."""
+        layers = held_layers(pool)
+        windowed = (getattr(self, "sliding_window_size", None) or 0) > 0  # whose layers have splits of their own
+        if not self.fits_kv_splits or not layers or windowed or torch.version.hip or getattr(self, "dcp_size", 1) > 1:
+            return
+        shared = SharedPartials(
+            self.decode_attention_fwd,
+            stock=self.lifted_kv_splits,
+            first_layer=pool.get_key_buffer(layers[0]).data_ptr(),
+        )
+        self.decode_attention_fwd = torch.compiler.disable(shared)
+        self.shares_partials = True
 
     def flat_cannot_serve(self, model_runner: Any) -> str | None:
         """What a whole backend has that the flat decode lacks, or None."""

@@ -1,4 +1,4 @@
-"""How many KV splits a stage's stock decode needs: pure arithmetic.
+"""How many KV splits a stage's stock decode gets: pure arithmetic.
 
 From 0.5.12 SGLang lets an MLA request have as many splits as the GPU has multiprocessors, rounded up to a
 power of two, whatever the heads, and keeps a partial result for every split, head and slot of its CUDA
@@ -31,3 +31,8 @@ def fit_kv_splits(stock: int, asked: int, *, num_heads: int, value_width: int, s
     full, many = -(-sm_count // tiles), -(-WAVES * sm_count // tiles)
     room = WORKSPACE_BYTES // (max(1, slots) * partial_bytes(1, num_heads, value_width))
     return min(stock, max(asked, full, min(many, room)))
+
+
+def splits_of_batch(stock: int, kept: int, *, slots: int, batch: int) -> int:
+    """Splits that each of ``batch`` requests may have where the room of ``kept`` splits for all slots is theirs."""
+    return max(kept, min(stock, kept * slots // max(1, batch)))

@@ -18,7 +18,7 @@ from types import ModuleType
 
 import pytest
 
-from sglang_pp_mla.fixes import BUILT_IN, Fix
+from sglang_pp_mla.fixes import Fix
 from sglang_pp_mla.releases import RELEASES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ def load(name: str) -> ModuleType:
 
 
 TOOL, OVERLAY = load("patches"), load("overlay")
-FAULTS = [fix for fix in BUILT_IN if fix.name not in TOOL.NOT_FAULTS]
+FAULTS = [fix for fix in TOOL.FIXES if fix.name not in TOOL.NOT_FAULTS]
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +200,25 @@ def test_hicache_numbers_a_later_stages_layers_from_its_first(
         assert [eval(ast.unparse(node.value), names) for node in maps[name]] == [numbers] * len(maps[name])
 
 
+@pytest.mark.parametrize("release", ["0.5.12", "0.5.17", "0.5.23"])
+def test_the_cap_of_kv_splits_counts_head_tiles(release: str, packages: dict[str, Path], tmp_path: Path) -> None:
+    (patch,) = patches_for(release, "kv-splits")
+    (text,) = apply(patch, packages[release], tmp_path).values()
+    (lift,) = (node for node in ast.parse(text).body if getattr(node, "name", "") == "_mla_decode_kv_splits_cap")
+    names = {
+        "_MLA_DECODE_MIN_BLOCK_KV": 32,
+        "next_power_of_2": lambda number: 1 << (number - 1).bit_length(),
+        "triton": types.SimpleNamespace(cdiv=lambda one, other: -(-one // other)),
+    }
+    exec(ast.unparse(lift), names)
+    cap = names["_mla_decode_kv_splits_cap"]
+    assert [cap(8, 188, 262144, heads) for heads in (8, 16, 32, 64, 128)] == [256, 256, 128, 64, 32]
+    assert cap(8, 188, 262144) == 256
+    assert cap(100, 188, 262144, 128) == 100  # what the user asked for
+    assert cap(8, 0, 262144, 64) == 8
+    assert "                self.max_context_len,\n                self.num_head,\n            )" in text
+
+
 # --- The tool ----------------------------------------------------------------------------------------
 
 
@@ -211,8 +230,8 @@ class TestTool:
         folder.mkdir()
         (folder / "README.md").write_text(f"before\n{tool.BEGIN}{tool.END}after\n")
         monkeypatch.setattr(tool, "PATCHES", folder)
-        fixes = [fix for fix in BUILT_IN if fix.name in ("buffer-probe", "ray-plugins")]
-        monkeypatch.setattr(tool, "BUILT_IN", fixes)
+        fixes = [fix for fix in tool.FIXES if fix.name in ("buffer-probe", "ray-plugins")]
+        monkeypatch.setattr(tool, "FIXES", fixes)
         monkeypatch.setattr(tool, "RELEASES", ("0.5.11", "0.5.12"))
         return tool
 

@@ -66,7 +66,56 @@ if hasattr(triton_backend, "_mla_decode_kv_splits_cap"):
             release.build_backend(runner)
             runner.attn_backend.init_cuda_graph_state(256, 256)
             caps[backend] = runner.attn_backend.cuda_graph_attn_logits.shape[2]
-print(json.dumps({"built": built, "caps": caps}))
+
+# A decode step in the buffers of four slots, for two requests and for four, whose splits were chosen for fewer.
+import torch
+def decode(backend, pool, lengths, layer, chosen):
+    random = torch.Generator().manual_seed(len(lengths))
+    tokens, kv = sum(lengths), torch.randn(sum(lengths), 1, 576, generator=random)
+    q = torch.randn(len(lengths), 16, 576, generator=random)
+    indptr = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    keys = pool.get_key_buffer(layer)
+    keys[:tokens] = kv.to(keys.dtype)
+    kv = keys[:tokens].clone()
+    out = torch.full((len(lengths), 16, 512), float("nan"))
+    partial, lse = backend.cuda_graph_attn_logits, backend.cuda_graph_attn_lse
+    splits = backend.cuda_graph_num_kv_splits[: len(lengths)]
+    if layer == 4:
+        partial.fill_(float("nan")), lse.fill_(float("nan"))
+        backend.get_num_kv_splits(splits, torch.tensor(lengths))
+        if chosen:
+            splits.fill_(chosen)
+    backend.decode_attention_fwd(
+        q, keys, keys[..., :512], out, indptr, torch.arange(tokens), partial, lse,
+        splits, backend.max_kv_splits, 0.1, 1.0, 1.0, has_mla=True,
+    )
+    worst = 0.0
+    for i, _ in enumerate(lengths):
+        own = kv[indptr[i] : indptr[i + 1], 0].double()
+        answer = torch.softmax(q[i].double() @ own.T * 0.1, -1) @ own[:, :512]
+        worst = max(worst, float((out[i].double() - answer).abs().max()))
+    return {"splits": splits.tolist(), "worst": worst}
+shared = {}
+if caps:
+    triton_backend._mla_decode_kv_splits_cap = lambda asked, *_: 32
+    triton_backend.get_device_core_count = lambda *_: 8
+    with tempfile.TemporaryDirectory() as folder:
+        release = repro.Release(Path(folder), "triton_pp", "mla")
+        server_args, model_config = release.configure(layers=7)
+        pool = release.pool(model_config, 4, 7)
+        # The reproduction's pool is small: here it holds a long request, in the kernels' own precision.
+        pool.kv_buffer = [torch.zeros(1100, 1, 576) for _ in pool.kv_buffer]
+        pool.store_dtype = pool.dtype = torch.float32
+        runner = release.runner(server_args, model_config, pool)
+        with contextlib.suppress(AttributeError):
+            runner.pp_group = types.SimpleNamespace(rank_in_group=1, world_size=2)
+        release.build_backend(runner)
+        backend = runner.attn_backend
+        backend.init_cuda_graph_state(4, 4)
+        shared["kept"] = backend.cuda_graph_attn_logits.shape[2]
+        for name, lengths, chosen in (("two", [1000, 31], 0), ("four", [1000, 40, 1, 5], 32)):
+            shared[name] = [decode(backend, pool, lengths, layer, chosen) for layer in (4, 5)]
+print(json.dumps({"built": built, "caps": caps, "shared": shared}))
 """
 
 
@@ -116,3 +165,14 @@ def test_the_room_for_kv_splits_is_what_a_stage_can_use(result: dict[str, Any]) 
     if not result["caps"]:
         pytest.skip("this SGLang keeps to the number of KV splits that the user asked for")
     assert result["caps"] == {"triton": 256, "triton_pp": 128}
+
+
+def test_a_batch_shares_the_room_of_all_slots(result: dict[str, Any]) -> None:
+    """24 splits are kept for each of four slots: two requests may use the 32 of stock, four are cut to 24."""
+    shared = result["shared"]
+    if not shared:
+        pytest.skip("this SGLang keeps to the number of KV splits that the user asked for")
+    assert shared["kept"] == 24
+    assert [layer["splits"] for layer in shared["two"]] == [[32, 1], [32, 1]]
+    assert [layer["splits"] for layer in shared["four"]] == [[24] * 4, [24] * 4]
+    assert max(layer["worst"] for name in ("two", "four") for layer in shared[name]) < 1e-5

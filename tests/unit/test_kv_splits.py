@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pp_mla.kv_splits import fit_kv_splits, partial_bytes
+from sglang_pp_mla.kv_splits import fit_kv_splits, partial_bytes, splits_of_batch
 
 GIB = 2**30
 
@@ -46,3 +46,18 @@ def test_bounds(stock: int, asked: int, heads: int, sms: int, slots: int) -> Non
     assert asked <= splits <= stock
     tiles = -(-heads // 16)
     assert splits * tiles >= min(sms, stock * tiles)
+
+
+@pytest.mark.parametrize(
+    ("batch", "splits"), [(1, 256), (40, 256), (47, 256), (48, 250), (64, 188), (256, 47), (300, 47)]
+)
+def test_a_small_batch_has_the_splits_of_stock(batch: int, splits: int) -> None:
+    assert splits_of_batch(256, 47, slots=256, batch=batch) == splits
+
+
+@given(stock=st.integers(1, 512), kept=st.integers(1, 512), slots=st.integers(1, 512), batch=st.integers(1, 512))
+def test_a_batch_fits_in_the_room(stock: int, kept: int, slots: int, batch: int) -> None:
+    kept, batch = min(kept, stock), min(batch, slots)
+    splits = splits_of_batch(stock, kept, slots=slots, batch=batch)
+    assert kept <= splits <= stock
+    assert splits * batch <= kept * slots
