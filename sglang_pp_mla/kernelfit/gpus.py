@@ -1,0 +1,126 @@
+"""What a thread block may take on NVIDIA GPUs: data and arithmetic, no torch.
+
+Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+WARP = 32
+REGISTERS = 65536
+"""32-bit registers of one multiprocessor, in every capability below."""
+MOST_REGISTERS = 255
+"""Of one thread; what does not fit is spilled to memory."""
+_REGISTERS_AT_ONCE = 256  # registers are given to a warp in steps of this many
+_SHARED_OF_THE_SYSTEM = 1024  # bytes of shared memory that CUDA itself takes a block
+
+
+@dataclass(frozen=True)
+class Capability:
+    """Limits of one compute capability: bytes of shared memory, warps and blocks."""
+
+    name: str
+    shared_a_block: int
+    shared_a_multiprocessor: int
+    warps: int
+    blocks: int
+
+    @property
+    def number(self) -> int:
+        return int(self.name.removeprefix("sm_"))
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that need not be here. ``multiprocessors`` is that of the largest board of the name."""
+
+    name: str
+    capability: Capability
+    multiprocessors: int
+
+
+_KIB = 1024
+CAPABILITIES = {
+    each.name: each
+    for each in (
+        Capability("sm_80", 163 * _KIB, 164 * _KIB, 64, 32),
+        Capability("sm_86", 99 * _KIB, 100 * _KIB, 48, 16),
+        Capability("sm_89", 99 * _KIB, 100 * _KIB, 48, 24),
+        Capability("sm_90", 227 * _KIB, 228 * _KIB, 64, 32),
+        Capability("sm_100", 227 * _KIB, 228 * _KIB, 64, 32),
+        Capability("sm_103", 227 * _KIB, 228 * _KIB, 64, 32),
+        Capability("sm_120", 99 * _KIB, 100 * _KIB, 48, 24),
+    )
+}
+# Product, capability, multiprocessors. Source: NVIDIA's data sheets.
+_PRODUCTS = (
+    ("A100", "sm_80", 108),
+    ("A800", "sm_80", 108),
+    ("A30", "sm_80", 56),
+    ("A10", "sm_86", 72),
+    ("A40", "sm_86", 84),
+    ("RTX A6000", "sm_86", 84),
+    ("RTX 3090", "sm_86", 82),
+    ("L4", "sm_89", 58),
+    ("L40", "sm_89", 142),
+    ("L40S", "sm_89", 142),
+    ("RTX 4090", "sm_89", 128),
+    ("RTX 6000 Ada", "sm_89", 142),
+    ("H100", "sm_90", 132),
+    ("H100 PCIe", "sm_90", 114),
+    ("H100 NVL", "sm_90", 132),
+    ("H200", "sm_90", 132),
+    ("H200 NVL", "sm_90", 132),
+    ("H800", "sm_90", 132),
+    ("H20", "sm_90", 78),
+    ("GH200", "sm_90", 132),
+    ("B200", "sm_100", 148),
+    ("GB200", "sm_100", 148),
+    ("B300", "sm_103", 148),
+    ("GB300", "sm_103", 148),
+    ("RTX PRO 6000", "sm_120", 188),
+    ("RTX 5090", "sm_120", 170),
+)
+_MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 148, "sm_120": 188}
+
+
+_NO_NAMES = {"nvidia", "geforce", "tesla"}
+
+
+def _words(name: str) -> tuple[str, ...]:
+    return tuple(word for word in re.split(r"[^a-z0-9]+", name.lower()) if word and word not in _NO_NAMES)
+
+
+_BY_NAME = {_words(name): Gpu(name, CAPABILITIES[capability], count) for name, capability, count in _PRODUCTS}
+_BY_NAME |= {_words(name): Gpu(name, each, _MULTIPROCESSORS[name]) for name, each in CAPABILITIES.items()}
+
+
+def gpu_named(name: str) -> Gpu:
+    """The GPU of a capability (``sm_90``, ``9.0``, ``90``) or product name, as people and ``nvidia-smi`` write it.
+
+    Words that name a form or a size (``SXM5``, ``80GB HBM3``) may follow. Raises ``ValueError`` otherwise.
+    """
+    capability = re.fullmatch(r"(?:sm_?)?(\d+)\.?(\d)", name.strip().lower())
+    words = ("sm", "".join(capability.groups())) if capability else _words(name)
+    begins = [known for known in _BY_NAME if words[: len(known)] == known]
+    if not begins:
+        raise ValueError(
+            f"The GPU {name!r} is not known; name one of {', '.join(known for known, *_ in _PRODUCTS)}, "
+            f"or its capability: {', '.join(CAPABILITIES)}."
+        )
+    return _BY_NAME[max(begins, key=len)]
+
+
+def blocks_at_once(capability: Capability, *, warps: int, registers: int, shared: int) -> int:
+    """Blocks of a kernel that one multiprocessor runs side by side; 0 where not even one fits."""
+    if shared > capability.shared_a_block:
+        return 0
+    a_warp = -(-max(1, registers) * WARP // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE
+    return min(
+        capability.blocks,
+        capability.warps // warps,
+        REGISTERS // (a_warp * warps),
+        capability.shared_a_multiprocessor // (shared + _SHARED_OF_THE_SYSTEM),
+    )
