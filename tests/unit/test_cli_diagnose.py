@@ -173,6 +173,24 @@ def test_a_file_that_is_being_written_and_was_not_there(tmp_path: Path, log: Pat
     assert "loading weights" in answer.stderr
 
 
+def test_the_other_ranks_are_waited_for_after_the_first_has_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "SETTLE_S", 2.0)
+    path = tmp_path / "server.log"
+    first, mark, others = PROBE.read_bytes().partition(b"[2026-11-29 14:38:36 PP7] Scheduler hit")
+    path.write_bytes(first)
+
+    def others_die() -> None:
+        time.sleep(0.3)
+        with path.open("ab") as log:
+            log.write(mark + others)
+
+    with meanwhile(others_die):
+        answer = run("--follow", path, "--timeout", 60, "--json")
+    assert json.loads(answer.stdout)["pp_ranks"] == [2, 5, 6, 7]
+
+
 @pytest.mark.parametrize("how", ["renamed", "cut"])
 def test_a_file_that_is_rotated(tmp_path: Path, how: str) -> None:
     path = tmp_path / "server.log"

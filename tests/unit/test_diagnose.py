@@ -172,6 +172,17 @@ def test_a_release_that_has_the_repair_makes_the_probe_no_likely_reading() -> No
     assert diagnose([line for line in log if "File" not in line]).verdict == "buffer-probe"
 
 
+def test_another_error_while_the_backend_is_built_is_not_the_probe() -> None:
+    traceback = [
+        "[2026-11-29 14:51:40 PP2] Scheduler hit an exception: Traceback (most recent call last):",
+        '  File "/v/sglang/srt/model_executor/model_runner.py", line 1, in initialize',
+        "    self.init_attention_backend()",
+    ]
+    assert diagnose(traceback).verdict == "buffer-probe"
+    assert diagnose([*traceback, "RuntimeError: something else"]).verdict == "unknown"
+    assert diagnose([*traceback[:1], "IndexError: list index out of range"]).verdict == "unknown"
+
+
 def test_json_has_these_keys_and_no_others() -> None:
     for path in LOGS.glob("*.log"):
         answer = read(path.read_bytes()).as_json()
