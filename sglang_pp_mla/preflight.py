@@ -139,6 +139,8 @@ class Deployment:
         from sglang_pp_mla.rehearsal import RehearsalError
         from sglang_pp_mla.rehearsal.examination import examine
 
+        if self.broken:
+            raise Missing("Mend SGLang's installation first.")
         assert self.sglang
         assert self.installation is not None
         attention = self.model.attention
@@ -293,8 +295,10 @@ def check_architecture(deployment: Deployment) -> Iterable[Verdict]:
         called = f"{architecture} is not among SGLang's models; {called} serves it and"
     if found.takes_part is None:
         return [Verdict("architecture", "warn", f"{called} hides what its forward takes", "Rehearse it: --rehearse.")]
-    if found.takes_part or deployment.pp_size == 1:
+    if found.takes_part:
         return [Verdict("architecture", "pass", f"{called} takes part in a pipeline")]
+    if deployment.pp_size == 1:
+        return [Verdict("architecture", "pass", f"{called} takes no part in a pipeline, and there is none")]
     return [
         Verdict(
             "architecture",

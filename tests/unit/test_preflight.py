@@ -107,7 +107,9 @@ def test_a_model_that_takes_no_part_fails_unless_it_stays_on_one_stage(installat
     assert verdict.status == "fail"
     assert "MiniCPM3ForCausalLM" in verdict.summary
     assert "--pp-size 1 --tp-size 8" in verdict.remedy
-    assert judged(Deployment(config, 1, installation=installation))["architecture"].status == "pass"
+    alone = judged(Deployment(config, 1, installation=installation))["architecture"]
+    assert alone.status == "pass"
+    assert "takes no part" in alone.summary
 
 
 @pytest.mark.parametrize("freq", [2, 3, 4])
@@ -369,6 +371,22 @@ def test_flags_given_to_sglang_are_read_as_its_parser_reads_them(kimi: dict[str,
     ]
     assert value("--kv-cache-dtype bf16 --kv-cache-dtype fp8_e5m2") == "fp8_e5m2"
     assert value("--kv-cache-dtype") == "auto"  # which SGLang refuses
+
+
+def test_an_sglang_that_cannot_be_imported_is_one_failure_found_once(kimi: dict[str, Any], tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho >> {asked}\necho 'ImportError: libsomething.so' >&2\nexit 1\n")
+    python.chmod(0o755)
+    attention = tmp_path / "srt/layers/attention"
+    attention.mkdir(parents=True)
+    (attention / "attention_registry.py").write_text("@register_attention_backend('triton')\ndef create(runner): ...\n")
+    deployment = Deployment(kimi, 2, installation=Installation(str(python), "0.5.11", tmp_path))
+    verdicts = judged(deployment, [check for check in BUILT_IN if check.id in ("arguments", "buffer-probe")])
+    assert (verdicts["arguments"].status, verdicts["buffer-probe"].status) == ("fail", "skip")
+    assert "ImportError: libsomething.so" in verdicts["arguments"].summary
+    assert "doctor --deep" in verdicts["arguments"].remedy
+    assert len(asked.read_text().splitlines()) == 1
 
 
 # A model's own code
