@@ -181,14 +181,17 @@ def test_the_other_ranks_are_waited_for_after_the_first_has_died(
     first, mark, others = PROBE.read_bytes().partition(b"[2026-11-29 14:38:36 PP7] Scheduler hit")
     path.write_bytes(first)
 
+    heard = threading.Event()
+
     def others_die() -> None:
-        time.sleep(0.3)
+        heard.wait()
+        time.sleep(0.5)
         with path.open("ab") as log:
             log.write(mark + others)
 
     with meanwhile(others_die):
-        answer = run("--follow", path, "--timeout", 60, "--json")
-    assert json.loads(answer.stdout)["pp_ranks"] == [2, 5, 6, 7]
+        reading = follow(str(path), Diagnosis(on_step=lambda *_: heard.set()), 60)
+    assert reading.pp_ranks == (2, 5, 6, 7)
 
 
 @pytest.mark.parametrize("how", ["renamed", "cut"])
