@@ -16,6 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = ROOT / "upstream_repro" / "repro_buffer_probe.py"
 ENGINE = ROOT / "upstream_repro" / "repro_engine.py"
+GEOMETRY = ROOT / "upstream_repro" / "repro_mla_geometry.py"
+SPLITS = ROOT / "upstream_repro" / "repro_kv_splits.py"
 
 SGLANG = importlib.util.find_spec("sglang")
 pytestmark = pytest.mark.skipif(SGLANG is None, reason="sglang is not installed here")
@@ -174,6 +176,49 @@ def test_wrong_input_is_one_sentence(script, arguments):
     assert result.returncode == 2
     assert result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
+    assert "Traceback" not in result.stderr
+
+
+# --- MLA decode -------------------------------------------------------------------------------------
+
+
+def decodes_from_keys() -> bool:
+    """Whether the kernel is told to take values from keys, whatever the widths."""
+    folders = (srt() / "layers" / "attention" / "triton_ops", srt().parent / "kernels" / "ops" / "attention")
+    files = [folder / "decode_attention.py" for folder in folders if (folder / "decode_attention.py").is_file()]
+    return any("HAS_MLA=has_mla," in file.read_text() for file in files)
+
+
+def test_geometry():
+    result = run(GEOMETRY, "256+64", "512+64")
+    narrow, wide = result.stdout.splitlines()
+    assert ", 512+64: right (" in wide
+    assert result.returncode == int(decodes_from_keys()), result.stderr
+    assert ("incompatible dimensions" if decodes_from_keys() else ", 256+64: right (") in narrow
+
+
+@needs_package
+def test_geometry_with_the_package():
+    result = run(GEOMETRY, enabled=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert ", 256+64: right (" in result.stdout
+
+
+def test_kv_splits():
+    result = run(SPLITS)
+    lifts = "def _mla_decode_kv_splits_cap" in (srt() / "layers" / "attention" / "triton_backend.py").read_text()
+    assert result.returncode == int(lifts), result.stderr
+    if lifts:
+        tensor_parallel, pipeline = result.stdout.splitlines()
+        assert "8 heads, 256 splits, 256 programs" in tensor_parallel
+        assert "64 heads, 256 splits, 1024 programs" in pipeline
+        assert pipeline.endswith("8.0 GiB for 256 slots")
+
+
+@pytest.mark.parametrize(("script", "arguments"), [(GEOMETRY, ["256"]), (SPLITS, ["--heads", "9"])])
+def test_wrong_numbers_of_the_decode(script, arguments):
+    result = run(script, *arguments)
+    assert result.returncode == 2
     assert "Traceback" not in result.stderr
 
 
