@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 FALLBACK = "TransformersForCausalLM"
@@ -33,7 +34,7 @@ class ModelClass:
 
 def find_model_class(sglang: Path, architecture: str) -> ModelClass | None:
     """The class that SGLang in the folder ``sglang`` serves ``architecture`` with; None if it has none for it."""
-    sources = _Sources(sglang)
+    sources = _sources_of(sglang)
     for name in (architecture, FALLBACK):
         for path in sorted((sglang / "srt" / "models").glob("*.py")):
             if name in sources.entries(path):
@@ -125,3 +126,8 @@ def _top_level(tree: ast.Module) -> Iterator[ast.stmt]:
             if isinstance(node, ast.Try):
                 inner += [each for handler in node.handlers for each in handler.body]
             waiting.extend(reversed(inner))
+
+
+@lru_cache(maxsize=1)
+def _sources_of(sglang: Path) -> _Sources:
+    return _Sources(sglang)
