@@ -174,7 +174,9 @@ def split_kernel(root: Path) -> Any:
 def chosen_splits(kernel: Any, lengths: Any, heads: int, cap: int, multiprocessors: int) -> Any:
     """KV splits for each request of an MLA batch, int32, as the backend asks :func:`split_kernel` for them.
 
-    ``lengths`` is an int64 tensor on the device that decodes.
+    It gives the configuration's key heads, of which an MLA model has as many as query heads, although the
+    decode then finds one. So the kernel counts a program a head and not a tile of 16 heads. ``lengths`` is an
+    int64 tensor on the device that decodes.
     """
     import torch
     import triton
@@ -182,7 +184,7 @@ def chosen_splits(kernel: Any, lengths: Any, heads: int, cap: int, multiprocesso
     batch = len(lengths)
     splits = torch.empty(batch, dtype=torch.int32, device=lengths.device)
     most = max(256, triton.next_power_of_2(batch))
-    kernel[(1,)](splits, lengths, batch, 1, heads, 1, cap, multiprocessors, MAX_NUM_SEQ=most)
+    kernel[(1,)](splits, lengths, batch, 1, heads, heads, cap, multiprocessors, MAX_NUM_SEQ=most)
     return splits
 
 
