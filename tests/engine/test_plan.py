@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from sglang_pp_mla.geometry import Model
 from sglang_pp_mla.planner import Budget, token_bytes
-from sglang_pp_mla.rehearsal import engine, shrink
+from sglang_pp_mla.rehearsal import FORK, engine, shrink
 from sglang_pp_mla.stage import parse_partition
 from sglang_pp_mla.weights import Weights, weights_of
 
@@ -80,16 +80,17 @@ def test_tokens_and_weights_are_those_of_the_engine(
     served.mkdir()
     (served / "config.json").write_text(json.dumps(config))
     stages = parse_partition(split, LAYERS, split.count(",") + 1)
-    arguments = {"load_format": "dummy", "max_total_tokens": None}
+    # What is free decides, not a limit; little of it, so that the stages' pools fit in one memory.
+    arguments = {"load_format": "dummy", "max_total_tokens": None, "mem_fraction_static": 0.1}
     witness = tmp_path / "witness"
     witness.mkdir()
     with engine(
         served,
         pp_size=len(stages),
         partition=split,
-        timeout_s=600,
+        timeout_s=900,
         engine_args=arguments,
-        env=add_witness(witness),
+        env={**FORK, **add_witness(witness)},
     ) as session:
         assert "max_total_num_tokens" in session.log
     seen = [json.loads((witness / f"{stage.start_layer}.json").read_text()) for stage in stages]
