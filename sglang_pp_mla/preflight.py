@@ -459,7 +459,7 @@ def check_probes(deployment: Deployment) -> Iterable[Verdict]:
 
 def check_kernels(deployment: Deployment) -> Iterable[Verdict]:
     """The kernels that a rank launches compile, and fit the GPU."""
-    from sglang_pp_mla.kernelfit import KernelFitError, Shapes, fit
+    from sglang_pp_mla.kernelfit import KernelFitError, Shapes, fit, serving
     from sglang_pp_mla.wiring.arming import is_disabled
 
     if deployment.gpu is None:
@@ -480,13 +480,10 @@ def check_kernels(deployment: Deployment) -> Iterable[Verdict]:
         kernels = fit(shapes, deployment.gpu, sglang=deployment.sglang, python=deployment.installation.python)
     except (ValueError, KernelFitError) as error:
         return [Verdict("kernels", "warn", str(error), "Compile them alone with `sglang-pp-mla kernelfit`.")]
-    # With the fix the stock kernel of the same path is not launched, without it the other is not.
-    off = is_disabled("mla-geometry", deployment.disabled)
-    fixed = {kernel.path.partition(",")[0]: kernel.path for kernel in kernels if kernel.path.endswith(", mla-geometry")}
-    repaired = set(fixed.values() if off else fixed)
-    unfit = [kernel for kernel in kernels if not kernel.fits and kernel.path not in repaired]
+    launched = serving(kernels, fixed=not is_disabled("mla-geometry", deployment.disabled))
+    unfit = [kernel for kernel in launched if not kernel.fits]
     if not unfit:
-        return [Verdict("kernels", "pass", f"{len(kernels)} kernels compile and fit {deployment.gpu.name}")]
+        return [Verdict("kernels", "pass", f"{len(launched)} kernels compile and fit {deployment.gpu.name}")]
     return [
         Verdict("kernels", "fail", "; ".join(map(str, unfit)), "See `sglang-pp-mla kernelfit`, or use another backend.")
     ]

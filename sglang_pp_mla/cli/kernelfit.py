@@ -13,7 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from sglang_pp_mla.geometry import Model, read_config
-from sglang_pp_mla.kernelfit import Gpu, KernelFit, KernelFitError, Shapes, fit, gpu_named
+from sglang_pp_mla.kernelfit import Gpu, KernelFit, KernelFitError, Shapes, fit, gpu_named, serving
 from sglang_pp_mla.rehearsal import RehearsalError, find_sglang
 
 
@@ -55,13 +55,7 @@ def kernelfit(
     if save is not None:
         write = console.save_svg if save.suffix == ".svg" else console.save_html
         write(str(save))
-    raise typer.Exit(0 if serves(found) else 1)
-
-
-def serves(found: list[KernelFit]) -> bool:
-    """Whether all kernels fit that serve while this package is armed."""
-    repaired = {one.path.partition(",")[0] for one in found if one.path.endswith(", mla-geometry")}
-    return all(one.fits for one in found if one.path not in repaired)
+    raise typer.Exit(0 if all(one.fits for one in serving(found)) else 1)
 
 
 def table(found: list[KernelFit], gpu: Gpu, shapes: Shapes) -> Table:

@@ -6,12 +6,14 @@ would launch is compiled for the GPU by the Triton beside it, and read off the r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from typing import Any
 from sglang_pp_mla.geometry import Model
 from sglang_pp_mla.kernelfit.gpus import Capability, Gpu, blocks_at_once, gpu_named
 
-__all__ = ["Capability", "Gpu", "KernelFit", "KernelFitError", "Shapes", "fit", "gpu_named"]
+__all__ = ["Capability", "Gpu", "KernelFit", "KernelFitError", "Shapes", "fit", "gpu_named", "serving"]
 
 KV_DTYPES = {
     "auto": "auto",
@@ -122,6 +124,14 @@ class KernelFit:
         return f"{self.path}: {self.kernel} takes {self.shared} bytes of shared memory of {self.shared_limit}"
 
 
+def serving(kernels: Iterable[KernelFit], *, fixed: bool = True) -> list[KernelFit]:
+    """Those that are launched: where the fix ``mla-geometry`` acts, the kernel it changes is not, and without it is."""
+    kernels = list(kernels)
+    repaired = {one.path.partition(",")[0]: one.path for one in kernels if one.path.endswith(", mla-geometry")}
+    away = set(repaired) if fixed else set(repaired.values())
+    return [one for one in kernels if one.path not in away]
+
+
 def fit(
     shapes: Shapes,
     gpu: Gpu,
@@ -149,6 +159,7 @@ def fit(
             stderr=log,
             env=env,
             text=True,
+            start_new_session=True,  # a group, to end with the processes that it forks
         )
         assert worker.stdin is not None
         assert worker.stdout is not None
@@ -168,7 +179,8 @@ def fit(
                     on_fit(one, number)
             worker.wait(timeout_s)
         finally:
-            worker.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
             worker.wait()
         if worker.returncode or not number or len(found) != number:
             log.seek(0)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from packaging.version import Version
 
@@ -76,6 +77,20 @@ def test_what_a_gpu_cannot_do_is_said() -> None:
     assert error is not None
     assert "fp8e4nv" in error
     assert found[STAGE_2].fits
+
+
+def test_nothing_is_left_running_when_the_caller_gives_up() -> None:
+    workers: list[psutil.Process] = []
+
+    def give_up(one: KernelFit, number: int) -> None:
+        workers.extend(psutil.Process().children(recursive=True))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(Shapes.of_model(KIMI), gpu_named("H100"), sglang=find_sglang().folder, on_fit=give_up)
+    assert len(workers) > 1
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert alive == []
 
 
 def test_no_sglang_there(tmp_path: Path) -> None:
