@@ -424,6 +424,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     parser.add_argument("--check", action="store_true", help="on the CPU: compare results of tiny shapes, time nothing")
     options = parser.parse_args()
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"{options.json.parent} is no folder to write to")
     if options.check:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     import torch
