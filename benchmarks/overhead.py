@@ -94,7 +94,7 @@ def backend_construction(rounds: int) -> tuple[list[float], list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         release = repro.Release(Path(folder), "triton", "mla")
         server_args, model_config = release.configure(layers=7)
-        from sglang.srt.distributed import get_pp_group
+        from sglang.srt.distributed.parallel_state import get_pp_group
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
