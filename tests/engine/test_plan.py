@@ -24,7 +24,7 @@ from sglang_pp_mla.weights import Weights, weights_of
 pytestmark = [pytest.mark.engine, pytest.mark.release("0.5.23")]
 
 LAYERS = 6
-SPLITS = ("3,3", "1,5", "2,1,3")
+SPLITS = ("2,1,3", *(pytest.param(each, marks=pytest.mark.longest) for each in ("3,3", "1,5")))
 KEPT = ("w_kc", "w_vc")  # beside the parameters, for decode over the latent
 
 _WITNESS = """
