@@ -25,6 +25,9 @@ OTHER_ATTENTION = {
 }
 """Keys of a configuration whose layers do not all keep each token's keys and values, and what such layers are."""
 
+_MOST_LAYERS = 1024
+"""Several times those of any model; what is counted layer by layer would not end for a number gone wrong."""
+
 _EVERY_TOKEN = ("full_attention", "indexed_attention")
 
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
@@ -211,6 +214,16 @@ class Model:
     @classmethod
     def from_config(cls, config: Config) -> Model:
         """Read what a ``config.json`` holds. Raises ``ValueError``, in one sentence that names what is missing."""
+        try:
+            return cls._read(config)
+        except (AttributeError, IndexError, KeyError, TypeError, re.error) as error:
+            raise ValueError(
+                f"The configuration has a value of another kind than expected ({type(error).__name__}: {error}); "
+                "give the config.json as the model's makers publish it."
+            ) from error
+
+    @classmethod
+    def _read(cls, config: Config) -> Model:
         text = text_config(config)
         architectures = config.get("architectures") or text.get("architectures") or []
         if not architectures and not (text.get("model_type") or config.get("model_type")):
@@ -220,6 +233,10 @@ class Model:
             )
         name = named(config if config.get("architectures") else text)
         layers = _positive(text, "num_hidden_layers", name)
+        if layers > _MOST_LAYERS:
+            raise ValueError(
+                f"The configuration of {name} has num_hidden_layers = {layers}; at most {_MOST_LAYERS:,} are counted."
+            )
         experts = _experts(text, name)
         moe_layers = _moe_layers(text, layers, experts is not None, name)
         return cls(
@@ -439,12 +456,15 @@ def _ignored(quant: Config) -> tuple[str, ...]:
     # GPTQ's own way: "-:" and a pattern for what stays as it was.
     dynamic = quant.get("dynamic")
     if isinstance(dynamic, Mapping):
-        found += ["re:" + one[2:] for one in dynamic if str(one).startswith("-:")]
+        found += [_as_pattern("re:" + one[2:]) for one in dynamic if str(one).startswith("-:")]
     return tuple(dict.fromkeys(found))
 
 
 def _as_pattern(one: str) -> str:
-    if one.startswith("re:") or "*" not in one:
+    if one.startswith("re:"):
+        re.compile(one[3:])  # an error in it is the configuration's, and told where that is read
+        return one
+    if "*" not in one:
         return one
     return "re:" + ".*".join(re.escape(part) for part in one.split("*")) + "$"
 

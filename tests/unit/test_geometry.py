@@ -209,6 +209,17 @@ def test_other_attention_is_told(name: str, what: str) -> None:
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "has no config_groups with weights"),
         ({"quantization_config": "fp8"}, "is a str, not an object"),
         ({"architectures": None, "model_type": None}, "names neither an architecture nor a model_type"),
+        ({"num_hidden_layers": 10**6}, "has num_hidden_layers = 1000000; at most 1,024 are counted"),
+        ({"architectures": 3}, "has a value of another kind than expected"),
+        ({"architectures": {"a": 1}}, "has a value of another kind than expected"),
+        ({"layer_types": 1.5}, "has a value of another kind than expected"),
+        ({"mlp_layer_types": 7}, "has a value of another kind than expected"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "has a value of another kind"),
+        ({"quantization_config": {"quant_method": "fp8", "ignored_layers": ["re:("]}}, "has a value of another kind"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": ["g"]}},
+            "has a value of another kind",
+        ),
     ],
 )
 def test_what_is_missing_is_said_in_one_sentence(changes: dict[str, Any], sentence: str) -> None:
