@@ -11,7 +11,10 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
+from sglang_pp_mla.cli.saving import check_path
+from sglang_pp_mla.cli.terminal import printable
 from sglang_pp_mla.geometry import Model, read_config
 from sglang_pp_mla.kernelfit import Gpu, KernelFit, KernelFitError, Shapes, fit, gpu_named, serving
 from sglang_pp_mla.rehearsal import RehearsalError, find_sglang
@@ -34,11 +37,12 @@ def kernelfit(
     """
     console = Console(highlight=False, record=save is not None, stderr=False, quiet=as_json)
     try:
-        if save is not None and save.suffix not in (".svg", ".html"):
-            raise ValueError(f"--save {save} has to end in .svg or .html.")
+        check_path(save)
         wanted = gpu_named(gpu)
         description = Model.from_config(read_config(model))
         shapes = Shapes.of_model(description, tp_size, kv_dtype=kv_cache_dtype, page_size=page_size)
+        if sglang is not None and not (sglang / "srt").is_dir():
+            raise ValueError(f"--sglang {sglang} is no sglang package; give the folder that holds its srt.")
         folder = sglang or find_sglang().folder
         with Progress(console=console, transient=True) as progress:
             bar = progress.add_task("compiling", total=None)
@@ -46,7 +50,7 @@ def kernelfit(
                 shapes, wanted, sglang=folder, on_fit=lambda _, number: progress.update(bar, advance=1, total=number)
             )
     except (ValueError, RehearsalError, KernelFitError) as error:
-        typer.echo(str(error), err=True)
+        typer.echo(printable(str(error)), err=True)
         raise typer.Exit(2) from None
     if as_json:
         json.dump([{**asdict(one), "fits": one.fits} for one in found], sys.stdout, indent=2)
@@ -72,7 +76,7 @@ def table(found: list[KernelFit], gpu: Gpu, shapes: Shapes) -> Table:
         rows.add_column(heading, justify=justify)  # type: ignore[arg-type]
     for one in found:
         if one.error is not None:
-            rows.add_row(one.path, one.kernel, f"[red]{one.error}[/red]".replace("[:", "\\[:"))
+            rows.add_row(one.path, one.kernel, Text(printable(one.error), "red"))
             continue
         of = f"{one.shared:,} of {one.shared_limit:,}"
         shared = of if one.blocks else f"[red]{of}[/red]"
