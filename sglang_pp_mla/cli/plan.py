@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from sglang_pp_mla.cli.launch import served
 from sglang_pp_mla.cli.saving import check_path, save
 from sglang_pp_mla.geometry import Model, read_config
 from sglang_pp_mla.planner import GIB, Deployment, DoesNotFit, Plan, StagePlan, check, make_plan, traffic
@@ -24,6 +25,7 @@ from sglang_pp_mla.releases import RELEASES
 from sglang_pp_mla.weights import COUNTED, Weights, weights_of
 
 _BAR = 48
+_BESIDE_BAR = 70  # columns of the table without the bar, and a few for longer numbers
 _WIDTH = 118  # of a saved picture
 # Told apart without colours too.
 _PARTS = (
@@ -139,9 +141,12 @@ def _release(text: str | None) -> Version:
         except importlib.metadata.PackageNotFoundError:
             text = RELEASES[-1]
     try:
-        return Version(text)
+        release = Version(text)
     except InvalidVersion:
         raise ValueError(f"--release {text} is not a version, such as {RELEASES[-1]}.") from None
+    if release < Version(RELEASES[0]):
+        raise ValueError(f"--release {text} is older than {RELEASES[0]}, the first whose memory arithmetic is known.")
+    return release
 
 
 def _folder(model: str) -> Path | None:
@@ -233,7 +238,7 @@ def _as_json(found: Plan | None, deployment: Deployment, rows: list[_Alternative
 
 def _launch_line(model: str, deployment: Deployment, found: Plan) -> str:
     words = [f"{name}={value}" for name, value in _environment(found).items()]
-    words += ["python", "-m", "sglang.launch_server", "--model-path", shlex.quote(_served(model))]
+    words += ["python", "-m", "sglang.launch_server", "--model-path", shlex.quote(served(model))]
     flags: dict[str, object | None] = {
         "--tp-size": deployment.tp_size if deployment.tp_size > 1 else None,
         "--pp-size": deployment.pp_size,
@@ -247,12 +252,6 @@ def _launch_line(model: str, deployment: Deployment, found: Plan) -> str:
         if value is not None:
             words += [flag, str(value)]
     return " ".join(words)
-
-
-def _served(model: str) -> str:
-    """What SGLang is given: a folder or a hub id; a configuration alone stands for the folder it came from."""
-    path = Path(model)
-    return (str(path.parent) if path.name == "config.json" else "MODEL") if path.is_file() else model
 
 
 def _suffices(found: Plan, deployment: Deployment) -> tuple[bool, str]:
@@ -292,6 +291,7 @@ def _show(console: Console, model: Model, weights: Weights, deployment: Deployme
     table = Table(box=None, pad_edge=False)
     for heading in ("rank", "layers", "GPU", "GB", "weights", "KV cache", "buffers", "activations", "spare"):
         table.add_column(heading, justify="left" if heading == "GPU" else "right", no_wrap=True)
+    bar = max(1, min(_BAR, console.width - _BESIDE_BAR))
     first = 0
     largest = max(stage.gpu_bytes for stage in found.stages)
     for stage in found.stages:
@@ -300,7 +300,7 @@ def _show(console: Console, model: Model, weights: Weights, deployment: Deployme
         table.add_row(
             f"PP{stage.rank}",
             f"{stage.layers} ({span})",
-            _bar(stage, largest),
+            _bar(stage, largest, bar),
             f"{stage.gpu_bytes / GIB:g}",
             *(f"{size / GIB:.1f}" for size in (*_sizes(stage), stage.spare_bytes)),
         )
@@ -323,15 +323,15 @@ def _sizes(stage: StagePlan) -> tuple[int, int, int, int]:
     return stage.weight_bytes, stage.kv_bytes, stage.workspace_bytes, stage.reserve_bytes - stage.workspace_bytes
 
 
-def _bar(stage: StagePlan, largest: int) -> Text:
+def _bar(stage: StagePlan, largest: int, width: int) -> Text:
     """Weights, cache, buffers and activations of a GPU, in proportion; a larger GPU has a longer bar."""
     bar, drawn, total = Text(), 0, 0
     for (_, glyph, colour), size in zip(_PARTS, _sizes(stage), strict=True):
         total += size
-        end = round(_BAR * total / largest)
+        end = round(width * total / largest)
         bar.append(glyph * (end - drawn), style=colour)
         drawn = end
-    return bar.append("·" * (round(_BAR * stage.gpu_bytes / largest) - drawn), style="dim")
+    return bar.append("·" * (round(width * stage.gpu_bytes / largest) - drawn), style="dim")
 
 
 def _show_default(console: Console, found: Plan) -> None:

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_pp_mla.cli.board import Board
+from sglang_pp_mla.cli.launch import served
 from sglang_pp_mla.cli.saving import check_path, save
 from sglang_pp_mla.cli.terminal import printable
 from sglang_pp_mla.geometry import read_config
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
 
 _MARKS = {"pass": ("ok", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red"), "skip": ("skip", "dim")}
 _WIDTH = 120  # of a saved picture
+# SGLang takes the last of two; the checks would have been of another deployment.
+_OWN = {
+    **dict.fromkeys(("--pp-size", "--pipeline-parallel-size"), "--pp-size"),
+    **dict.fromkeys(("--tp-size", "--tensor-parallel-size"), "--tp-size"),
+    "--attention-backend": "--backend",
+    **dict.fromkeys(("--model-path", "--model"), "MODEL"),
+}
 
 
 def preflight(
@@ -99,9 +107,12 @@ def _gpu(name: str | None) -> Gpu | None:
 
 def _checked(sglang_args: str) -> str:
     try:
-        shlex.split(sglang_args)
+        words = shlex.split(sglang_args)
     except ValueError as error:
         raise ValueError(f"--sglang-args {sglang_args!r} is no command line ({error}); close its quotes.") from error
+    for flag in (word.partition("=")[0] for word in words):
+        if flag in _OWN:
+            raise ValueError(f"--sglang-args sets {flag}; give preflight's own {_OWN[flag]} instead.")
     return sglang_args
 
 
@@ -204,7 +215,15 @@ def _print_end(console: Console, deployment: Deployment, model: str, good: bool)
 
 def launch_line(deployment: Deployment, model: str) -> str:
     """The command that serves what was checked."""
-    words = ["python", "-m", "sglang.launch_server", "--model-path", model, "--pp-size", str(deployment.pp_size)]
+    words = [
+        "python",
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        served(model),
+        "--pp-size",
+        str(deployment.pp_size),
+    ]
     if deployment.tp_size > 1:
         words += ["--tp-size", str(deployment.tp_size)]
     words += ["--attention-backend", deployment.backend]

@@ -66,6 +66,20 @@ def test_people_get_bars_the_default_and_the_line_to_type(k26: str) -> None:
     assert line[6:] == ["--pp-size", "8", "--attention-backend", "triton_pp"]
 
 
+def test_nothing_of_the_table_is_cut_off_on_a_narrow_terminal(k26: str) -> None:
+    arguments = ["plan", k26, "--pp-size", "8", "--gpu-memory", "96", "--release", "0.5.23"]
+    shown = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"}).stdout
+    assert "\u2026" not in shown
+    assert len(re.findall(r"^ PP\d .*█", shown, re.MULTILINE)) == 8
+    assert max(len(line) for line in shown.splitlines() if "PP" in line and "█" in line) <= 80
+
+
+def test_a_release_that_is_older_than_all_that_were_read_is_refused(k26: str) -> None:
+    result = run(k26, "--pp-size", "8", "--gpu-memory", "96", release="0.4.9")
+    assert result.exit_code == 2
+    assert "--release 0.4.9 is older than 0.5.3" in result.stderr
+
+
 def test_the_line_carries_what_the_plan_assumed(k26: str) -> None:
     flags = ["--kv-cache-dtype", "fp8_e4m3", "--mem-fraction-static", "0.85"]
     result = run(k26, "--pp-size", "4", "--tp-size", "2", "--gpu-memory", "96", "--context", "65536", *flags)

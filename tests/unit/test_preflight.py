@@ -321,7 +321,7 @@ def test_the_end_is_a_launch_command_or_what_failed(laptop: Command, tmp_path: P
     good = laptop(model, "--pp-size", 2, "--partition", "31,30", "--sglang-args", *flags)
     assert good.returncode == 0
     assert good.stdout.splitlines()[-1] == (
-        f"SGLANG_PP_LAYER_PARTITION=31,30 python -m sglang.launch_server --model-path {model} --pp-size 2 "
+        "SGLANG_PP_LAYER_PARTITION=31,30 python -m sglang.launch_server --model-path MODEL --pp-size 2 "
         "--tp-size 2 --attention-backend triton_pp --kv-cache-dtype fp8_e4m3"
     )
     bad = laptop(model, "--pp-size", 2, "--save", tmp_path / "report.svg", SGLANG_PP_LAYER_PARTITION="31,31")
@@ -350,6 +350,11 @@ def test_names_from_a_file_cannot_command_the_terminal(laptop: Command, tmp_path
         ([str(DATA / "deepseek-v3.json"), "--pp-size", "2", "--gpu", "Voodoo2"], "'Voodoo2' is not known"),
         ([str(DATA / "deepseek-v3.json"), "--pp-size", "2", "--sglang-args", "'"], "close its quotes"),
         ([str(DATA / "deepseek-v3.json"), "--pp-size", "2", "--save", "report.png"], "report.png"),
+        ([str(DATA / "deepseek-v3.json"), "--pp-size", "2", "--sglang-args", "--pp-size 4"], "sets --pp-size"),
+        (
+            [str(DATA / "deepseek-v3.json"), "--pp-size", "2", "--sglang-args", "--attention-backend=fa3"],
+            "sets --attention-backend; give preflight's own --backend instead",
+        ),
         (["moonshotai/Kimi-K2.6", "--pp-size", "8"], "allow the network"),
     ],
 )
