@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 
 from sglang_pp_mla import __version__
-from sglang_pp_mla.cli import demo, diagnose, doctor, kernelfit, plan, preflight
+
+VERBS = ("demo", "diagnose", "doctor", "kernelfit", "plan", "preflight")
+
+
+class _Verbs(TyperGroup):
+    """Imports the module of the verb that is called, and all of them for the help and for a misspelt one."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        # With a misspelt name typer compares those that it has.
+        for verb in (cmd_name,) if cmd_name in VERBS else VERBS:
+            alone = typer.Typer(add_completion=False)
+            alone.command(name=verb)(getattr(import_module(f"{__name__}.{verb}"), verb))
+            self.commands[verb] = typer.main.get_command(alone)
+        return self.commands.get(cmd_name)
+
 
 app = typer.Typer(
+    cls=_Verbs,
     help="Serve MLA models under pipeline parallelism on SGLang's Triton attention backend.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command(name="demo")(demo.demo)
-app.command(name="diagnose")(diagnose.diagnose)
-app.command(name="doctor")(doctor.doctor)
-app.command(name="kernelfit")(kernelfit.kernelfit)
-app.command(name="plan")(plan.plan)
-app.command(name="preflight")(preflight.preflight)
 
 
 def _print_version(wanted: bool) -> None:
