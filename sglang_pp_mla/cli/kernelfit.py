@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from dataclasses import asdict
@@ -35,7 +36,7 @@ def kernelfit(
     The installed SGLang's own launchers say which kernels and with which parameters. No GPU is needed, only
     torch and Triton. Exit code 1 if a kernel that would serve does not compile or does not fit.
     """
-    console = Console(highlight=False, record=save is not None, stderr=False, quiet=as_json)
+    console = Console(highlight=False, record=save is not None, file=io.StringIO() if as_json else None)
     try:
         check_path(save)
         wanted = gpu_named(gpu)

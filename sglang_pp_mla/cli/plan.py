@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
 import re
 import shlex
@@ -64,7 +65,9 @@ def plan(
     SGLang's own memory arithmetic, searched exactly; no GPU, no weights, no SGLang needed. Exit code 1 where
     no partition fits, or the tokens do not suffice for --max-running requests of --context tokens.
     """
-    console = Console(highlight=False, record=save_to is not None, quiet=as_json, width=_WIDTH if save_to else None)
+    # A quiet console would record nothing.
+    unseen = io.StringIO() if as_json else None
+    console = Console(highlight=False, record=save_to is not None, file=unseen, width=_WIDTH if save_to else None)
     try:
         check_path(save_to)
         description = Model.from_config(read_config(model, allow_network=network))

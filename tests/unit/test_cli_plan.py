@@ -195,10 +195,12 @@ def test_names_from_a_file_cannot_command_the_terminal(tmp_path: Path, changes: 
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".html"])
-def test_the_report_is_saved(k26: str, tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize("json_too", [(), ("--json",)])
+def test_the_report_is_saved(k26: str, tmp_path: Path, suffix: str, json_too: tuple[str, ...]) -> None:
     report = tmp_path / f"report{suffix}"
-    result = run(k26, "--pp-size", "8", "--gpu-memory", "96", "--save", str(report))
+    result = run(k26, "--pp-size", "8", "--gpu-memory", "96", "--save", str(report), *json_too)
     assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("{") is bool(json_too)
     text = report.read_text().replace("&#160;", " ")
     assert "7,7,8,8,8,8,8,7" in text
     assert "PP7" in text
