@@ -20,6 +20,8 @@ from sglang_pp_mla.geometry import Model, read_config
 from sglang_pp_mla.kernelfit import Gpu, KernelFit, KernelFitError, Shapes, fit, gpu_named, serving
 from sglang_pp_mla.rehearsal import RehearsalError, find_sglang
 
+_WIDTH = 118  # of a saved picture
+
 
 def kernelfit(
     model: str = typer.Argument(help="A config.json, or a folder that holds one.", metavar="MODEL"),
@@ -36,7 +38,8 @@ def kernelfit(
     The installed SGLang's own launchers say which kernels and with which parameters. No GPU is needed, only
     torch and Triton. Exit code 1 if a kernel that would serve does not compile or does not fit.
     """
-    console = Console(highlight=False, record=save is not None, file=io.StringIO() if as_json else None)
+    unseen = io.StringIO() if as_json else None
+    console = Console(highlight=False, record=save is not None, file=unseen, width=_WIDTH if save else None)
     try:
         check_path(save)
         wanted = gpu_named(gpu)
