@@ -353,7 +353,7 @@ def check_geometry(deployment: Deployment) -> Iterable[Verdict]:
     from sglang_pp_mla.wiring.arming import is_disabled
 
     attention = deployment.model.attention
-    if not attention.is_mla or deployment.backend not in TRITON:
+    if not attention.is_mla or deployment.flag("--decode-attention-backend", deployment.backend) not in TRITON:
         return []
     widths = f"{attention.kv_lora_rank} + {attention.qk_rope_head_dim}"
     fits = mla_geometry.key_tile_is_value_tile(attention.latent_width, attention.value_width)
@@ -379,7 +379,7 @@ def check_geometry(deployment: Deployment) -> Iterable[Verdict]:
 def _as_reported(gpu: Gpu | None) -> tuple[int, int, str, int]:
     if gpu is None:
         return _ANY_GPU
-    return (*divmod(gpu.capability.number, 10), f"NVIDIA {gpu.name}", _ANY_GPU[3])
+    return (*divmod(gpu.capability.number, 10), f"NVIDIA {gpu.name}", gpu.memory << 30)
 
 
 def check_arguments(deployment: Deployment) -> Iterable[Verdict]:
@@ -466,8 +466,10 @@ def check_kernels(deployment: Deployment) -> Iterable[Verdict]:
         return [
             Verdict("kernels", "skip", "no GPU is named", "Name it, as in --gpu 'RTX PRO 6000', to compile for it.")
         ]
-    if deployment.backend not in TRITON:
-        return [Verdict("kernels", "skip", f"{deployment.backend} has no Triton kernels to compile")]
+    phases = ("--prefill-attention-backend", "--decode-attention-backend")
+    others = {deployment.flag(phase, deployment.backend) for phase in phases} - {*TRITON}
+    if others:
+        return [Verdict("kernels", "skip", f"{' and '.join(sorted(others))} has no Triton kernels to compile")]
     assert deployment.sglang
     assert deployment.installation is not None
     try:

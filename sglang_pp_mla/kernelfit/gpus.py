@@ -34,11 +34,12 @@ class Capability:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that need not be here. ``multiprocessors`` is that of the largest board of the name."""
+    """A GPU that need not be here. ``multiprocessors`` and ``memory`` (GiB) are of the largest board of the name."""
 
     name: str
     capability: Capability
     multiprocessors: int
+    memory: int = 80
 
 
 _KIB = 1024
@@ -54,34 +55,34 @@ CAPABILITIES = {
         Capability("sm_120", 99 * _KIB, 100 * _KIB, 48, 24),
     )
 }
-# Product, capability, multiprocessors. Source: NVIDIA's data sheets.
+# Product, capability, multiprocessors, GiB. Source: NVIDIA's data sheets.
 _PRODUCTS = (
-    ("A100", "sm_80", 108),
-    ("A800", "sm_80", 108),
-    ("A30", "sm_80", 56),
-    ("A10", "sm_86", 72),
-    ("A40", "sm_86", 84),
-    ("RTX A6000", "sm_86", 84),
-    ("RTX 3090", "sm_86", 82),
-    ("L4", "sm_89", 58),
-    ("L40", "sm_89", 142),
-    ("L40S", "sm_89", 142),
-    ("RTX 4090", "sm_89", 128),
-    ("RTX 6000 Ada", "sm_89", 142),
-    ("H100", "sm_90", 132),
-    ("H100 PCIe", "sm_90", 114),
-    ("H100 NVL", "sm_90", 132),
-    ("H200", "sm_90", 132),
-    ("H200 NVL", "sm_90", 132),
-    ("H800", "sm_90", 132),
-    ("H20", "sm_90", 78),
-    ("GH200", "sm_90", 132),
-    ("B200", "sm_100", 148),
-    ("GB200", "sm_100", 148),
-    ("B300", "sm_103", 148),
-    ("GB300", "sm_103", 148),
-    ("RTX PRO 6000", "sm_120", 188),
-    ("RTX 5090", "sm_120", 170),
+    ("A100", "sm_80", 108, 80),
+    ("A800", "sm_80", 108, 80),
+    ("A30", "sm_80", 56, 24),
+    ("A10", "sm_86", 72, 24),
+    ("A40", "sm_86", 84, 48),
+    ("RTX A6000", "sm_86", 84, 48),
+    ("RTX 3090", "sm_86", 82, 24),
+    ("L4", "sm_89", 58, 24),
+    ("L40", "sm_89", 142, 48),
+    ("L40S", "sm_89", 142, 48),
+    ("RTX 4090", "sm_89", 128, 24),
+    ("RTX 6000 Ada", "sm_89", 142, 48),
+    ("H100", "sm_90", 132, 80),
+    ("H100 PCIe", "sm_90", 114, 80),
+    ("H100 NVL", "sm_90", 132, 94),
+    ("H200", "sm_90", 132, 141),
+    ("H200 NVL", "sm_90", 132, 141),
+    ("H800", "sm_90", 132, 80),
+    ("H20", "sm_90", 78, 96),
+    ("GH200", "sm_90", 132, 96),
+    ("B200", "sm_100", 148, 180),
+    ("GB200", "sm_100", 148, 186),
+    ("B300", "sm_103", 148, 268),
+    ("GB300", "sm_103", 148, 279),
+    ("RTX PRO 6000", "sm_120", 188, 96),
+    ("RTX 5090", "sm_120", 170, 32),
 )
 _MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 148, "sm_120": 188}
 
@@ -93,7 +94,7 @@ def _words(name: str) -> tuple[str, ...]:
     return tuple(word for word in re.split(r"[^a-z0-9]+", name.lower()) if word and word not in _NO_NAMES)
 
 
-_BY_NAME = {_words(name): Gpu(name, CAPABILITIES[capability], count) for name, capability, count in _PRODUCTS}
+_BY_NAME = {_words(name): Gpu(name, CAPABILITIES[capability], *sizes) for name, capability, *sizes in _PRODUCTS}
 _BY_NAME |= {_words(name): Gpu(name, each, _MULTIPROCESSORS[name]) for name, each in CAPABILITIES.items()}
 
 

@@ -20,7 +20,8 @@ from packaging.version import Version
 from sglang_pp_mla import preflight
 from sglang_pp_mla.backend_probes import backends, probes_of
 from sglang_pp_mla.fixes import buffer_probe, mla_geometry
-from sglang_pp_mla.preflight import BUILT_IN, Check, Deployment, Missing, Verdict, as_json, run
+from sglang_pp_mla.kernelfit import gpu_named
+from sglang_pp_mla.preflight import BUILT_IN, Check, Deployment, Missing, Verdict, _as_reported, as_json, run
 from sglang_pp_mla.rehearsal import EngineAnswer, EngineRun, Installation, find_sglang
 from sglang_pp_mla.rehearsal.examination import has_its_code
 
@@ -411,3 +412,19 @@ def test_a_folder_without_the_code_it_names_is_read_without_it(tmp_path: Path) -
     assert not has_its_code(config, tmp_path)
     (tmp_path / "tokenization_kimi.py").touch()
     assert has_its_code(config, tmp_path)
+
+
+def test_another_backend_for_one_phase_is_not_judged_by_tritons_kernels(
+    kimi: dict[str, Any], installation: Installation
+) -> None:
+    gpu = gpu_named("RTX PRO 6000")
+    for phase, geometry in (("--decode-attention-backend", False), ("--prefill-attention-backend", True)):
+        deployment = Deployment(kimi, 8, gpu=gpu, sglang_args=f"{phase} fa3", installation=installation)
+        checks = [check for check in BUILT_IN if check.id in ("mla-geometry", "kernels")]
+        found = judged(deployment, checks)
+        assert ("mla-geometry" in found) == geometry
+        assert (found["kernels"].status, found["kernels"].summary) == ("skip", "fa3 has no Triton kernels to compile")
+
+
+def test_sglang_is_told_of_the_gpu_that_is_named() -> None:
+    assert _as_reported(gpu_named("RTX PRO 6000")) == (12, 0, "NVIDIA RTX PRO 6000", 96 << 30)
