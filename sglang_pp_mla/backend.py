@@ -39,6 +39,7 @@ class TritonPPAttnBackend(TritonAttnBackend):
 
     max_kv_splits: int
     decode_attention_fwd: Callable[..., Any]
+    shares_partials = False
 
     def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
         stage = stage_of(model_runner)
@@ -101,7 +102,6 @@ class TritonPPAttnBackend(TritonAttnBackend):
 
         Returns what serves, in words. Raises ``ValueError`` for any other setting but ``stock``.
         """
-        self.shares_partials = False
         wanted = os.environ.get(DECODE, "").strip().lower() or "stock"
         if wanted not in ("stock", "flat"):
             raise ValueError(f"{stage}: {DECODE}={wanted} is neither stock nor flat; set one of them or unset it.")
