@@ -20,6 +20,7 @@ from rich.text import Text
 
 from sglang_pp_mla.cli.launch import served
 from sglang_pp_mla.cli.saving import check_path, save
+from sglang_pp_mla.cli.terminal import printable
 from sglang_pp_mla.geometry import Model, read_config
 from sglang_pp_mla.planner import GIB, Deployment, DoesNotFit, Plan, StagePlan, check, make_plan, traffic
 from sglang_pp_mla.releases import RELEASES
@@ -106,18 +107,13 @@ def plan(
         if save_to is not None:
             save(console, save_to, f"sglang-pp-mla plan {Path(model).name} --pp-size {pp_size}")
     except ValueError as error:
-        typer.echo(_without_controls(str(error)), err=True)
+        typer.echo(printable(str(error)), err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(0 if enough else 1)
 
 
-def _without_controls(text: str) -> str:
-    """Names come from a file that someone else wrote; they must not reach the terminal as commands."""
-    return "".join(one if one.isprintable() else "?" for one in text)
-
-
 def _printable(text: str) -> str:
-    return escape(_without_controls(text))
+    return escape(printable(text))
 
 
 # What was asked
