@@ -409,19 +409,26 @@ def budget_of(model: Model, weights: Weights, deployment: Deployment) -> Budget:
     return Budget(weights, cells, free, reserve, deployment.page_size, tuple(may_start))
 
 
-def make_plan(model: Model, weights: Weights, deployment: Deployment) -> Plan:
-    """The partition with the most KV tokens, and SGLang's own beside it.
+def make_plan(
+    model: Model, weights: Weights, deployment: Deployment, *, partition: Sequence[int] | None = None
+) -> Plan:
+    """The partition with the most KV tokens, or what the given one leaves, and SGLang's own beside it.
 
-    Raises ``ValueError`` for what cannot be planned and :class:`DoesNotFit` where no partition starts.
+    Raises ``ValueError`` for what cannot be planned and :class:`DoesNotFit` where no partition starts, or not
+    the given one.
     """
     check(model, deployment)
     budget = budget_of(model, weights, deployment)
     old_split = deployment.release < _EVEN_SPLIT
     stages = default_partition(model.num_layers, deployment.pp_size, remainder_last=old_split)
     default = tuple(len(stage.layers) for stage in stages)
-    best = best_partition(budget, default)
+    best = tuple(partition) if partition else best_partition(budget, default)
     if best is None:
-        raise _does_not_fit(model, weights, deployment, budget, default)
+        counts = _least_lacking(model, weights, deployment, budget, default)
+        raise _does_not_fit(deployment, budget, counts, "in the best partition", _remedy(model, weights, deployment))
+    if not budget.tokens(best):
+        remedy = "have `sglang-pp-mla plan` find the partition, or use more or larger GPUs"
+        raise _does_not_fit(deployment, budget, best, "with this partition", remedy)
     return _plan(model, deployment, budget, best, default)
 
 
@@ -433,7 +440,9 @@ def _plan(
     slots = min(graph_slots(deployment), deployment.max_running or 2**31)
     splits, stock = decode_splits(model, deployment, slots, context)
     table = request_table(tokens, context, deployment.max_running)
-    workspace = decode_workspace(model, deployment, splits, slots, context) + table
+    # Of other backends' buffers nothing is known here; they come out of the reserve.
+    has_workspace = deployment.attention_backend in ("triton", "triton_pp")
+    workspace = table + (decode_workspace(model, deployment, splits, slots, context) if has_workspace else 0)
     stages = []
     for rank, (start, end) in enumerate(_bounds(best)):
         weight = budget.weights.stage(start, end)
@@ -456,7 +465,7 @@ def _plan(
         raise DoesNotFit(
             f"Rank 0 keeps {budget.reserve / GIB:.1f} GiB in reserve, but graphs for {slots} requests of {context} "
             f"tokens need {workspace / GIB:.1f} GiB, {(workspace - budget.reserve) / GIB:.1f} GiB more; "
-            "lower --mem-fraction-static, --context or --max-running.",
+            "lower --mem-fraction-static, the longest context or the number of requests.",
             rank=0,
             missing=workspace - budget.reserve,
         )
@@ -476,11 +485,11 @@ def _plan(
     )
 
 
-def _does_not_fit(
+def _least_lacking(
     model: Model, weights: Weights, deployment: Deployment, budget: Budget, default: tuple[int, ...]
-) -> DoesNotFit:
-    """Say what the best partition lacks, and on which rank."""
-    # With cells of no size the search is for the partition whose fullest GPU has the most left.
+) -> tuple[int, ...]:
+    """The partition whose fullest GPU has the most left, where none has enough."""
+    # With cells of no size the search is for that alone.
     weightless = replace(budget, token_bytes=(0,) * model.num_layers)
     cuts = _Cuts(weightless, tuple(start for start, _ in _bounds(default)))
     left = cuts.most_left(0)
@@ -492,17 +501,24 @@ def _does_not_fit(
         )
     found = cuts.nearest(0, left)
     assert found is not None
-    counts = found[1]
+    return found[1]
+
+
+def _does_not_fit(
+    deployment: Deployment, budget: Budget, counts: tuple[int, ...], where: str, remedy: str
+) -> DoesNotFit:
+    """Say what a partition lacks, and on which rank."""
     bounds = list(_bounds(counts))
-    spare = [free - weights.stage(*bound) for free, bound in zip(budget.free, bounds, strict=True)]
+    spare = [free - budget.weights.stage(*bound) for free, bound in zip(budget.free, bounds, strict=True)]
     rank = spare.index(min(spare))
-    missing = budget.reserve + sum(budget.token_bytes[slice(*bounds[rank])]) * budget.page_size - spare[rank]
+    cell = max(sum(budget.token_bytes[slice(*bound)]) for bound in bounds)
+    missing = budget.reserve + cell * budget.page_size - spare[rank]
     start, end = bounds[rank]
     return DoesNotFit(
-        f"Rank {rank} of {deployment.pp_size} lacks {missing / GIB:.1f} GiB in the best partition: layers "
-        f"{start}-{end - 1} weigh {weights.stage(start, end) / GIB:.1f} GiB, SGLang keeps {budget.reserve / GIB:.1f} "
-        f"GiB in reserve and {budget.free[rank] / GIB:.1f} GiB are free before loading; "
-        f"{_remedy(model, weights, deployment)}.",
+        f"Rank {rank} of {deployment.pp_size} lacks {missing / GIB:.1f} GiB {where}: layers "
+        f"{start}-{end - 1} weigh {budget.weights.stage(start, end) / GIB:.1f} GiB, SGLang keeps "
+        f"{budget.reserve / GIB:.1f} GiB in reserve and {budget.free[rank] / GIB:.1f} GiB are free before loading; "
+        f"{remedy}.",
         rank=rank,
         missing=missing,
     )

@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from packaging.version import Version
 
 from sglang_pp_mla.backend_probes import backends, probes_of
 from sglang_pp_mla.geometry import Model
 from sglang_pp_mla.model_class import ModelClass, find_model_class
-from sglang_pp_mla.releases import Span
+from sglang_pp_mla.releases import RELEASES, Span
 from sglang_pp_mla.stage import Stage, default_partition, parse_partition
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from sglang_pp_mla.rehearsal.examination import Examination
 
 TRITON = ("triton", "triton_pp")
+_Number = TypeVar("_Number", int, float)
 _REMAINDER_LAST = Span("0.5.3", "0.5.5.post3")
 _NEW_TOKENS = 4
 _PROMPTS = ((3, 17, 42, 7, 99, 23, 5, 61), (11, 12, 13))
@@ -109,12 +112,12 @@ class Deployment:
         try:
             if self.partition:
                 return parse_partition(self.partition, layers, self.pp_size)
-            return default_partition(layers, self.pp_size, remainder_last=self._release in _REMAINDER_LAST)
+            return default_partition(layers, self.pp_size, remainder_last=self.release in _REMAINDER_LAST)
         except ValueError as error:
             raise Missing("Mend the partition first.") from error
 
     @property
-    def _release(self) -> str:
+    def release(self) -> str:
         return (self.installation.version if self.installation else None) or "newest"
 
     @property
@@ -182,6 +185,14 @@ class Deployment:
             elif word.startswith(f"{name}="):
                 value = word.partition("=")[2]
         return value
+
+    def number(self, name: str, kind: Callable[[str], _Number]) -> _Number | None:
+        """The value of a flag that takes a number; None if it is not given."""
+        value = self.flag(name, "")
+        try:
+            return kind(value) if value else None
+        except ValueError:
+            raise ValueError(f"{name} {value} is not a number; mend it in --sglang-args.") from None
 
 
 @dataclass(frozen=True)
@@ -273,6 +284,43 @@ def check_heads(deployment: Deployment) -> Iterable[Verdict]:
             )
         ]
     return [Verdict("heads", "pass", f"{attention.num_heads // tp_size} heads a rank")]
+
+
+def check_memory(deployment: Deployment) -> Iterable[Verdict]:
+    """The weights of every stage leave room for KV tokens on the named GPU, by SGLang's own arithmetic."""
+    from sglang_pp_mla import planner
+    from sglang_pp_mla.weights import weights_of
+
+    gpu, model, stages = deployment.gpu, deployment.model, deployment.stages
+    if gpu is None or gpu.name == gpu.capability.name:
+        return [Verdict("memory", "skip", "no GPU product is named", "Name it, as in --gpu 'RTX PRO 6000'.")]
+    try:
+        wanted = planner.Deployment(
+            gpu_bytes=(gpu.memory * planner.GIB,) * len(stages),
+            release=Version(RELEASES[-1] if deployment.release == "newest" else deployment.release),
+            tp_size=deployment.tp_size,
+            attention_backend=deployment.backend,
+            kv_cache_dtype=deployment.flag("--kv-cache-dtype", "auto"),
+            mem_fraction_static=deployment.number("--mem-fraction-static", float),
+            context=deployment.number("--context-length", int),
+            max_running=deployment.number("--max-running-requests", int),
+            multiprocessors=gpu.multiprocessors,
+            page_size=deployment.number("--page-size", int) or 1,
+        )
+        weights = weights_of(model, deployment.folder, tp_size=deployment.tp_size, pp_size=deployment.pp_size)
+        plan = planner.make_plan(model, weights, wanted, partition=[len(stage.layers) for stage in stages])
+    except ValueError as error:
+        return [Verdict("memory", "skip", str(error), "Watch max_total_num_tokens in the log as it starts.")]
+    except planner.DoesNotFit as refusal:
+        what, _, remedy = str(refusal).rpartition("; ")
+        return [Verdict("memory", "fail", what, remedy[:1].upper() + remedy[1:], (refusal.rank,))]
+    source = "the checkpoint's headers" if weights.measured else "the configuration"
+    summary = f"{plan.kv_tokens:,} KV tokens on {gpu.name} of {gpu.memory} GB, weights by {source}"
+    needed = wanted.context or 0
+    if plan.kv_tokens < needed:
+        remedy = "Have `sglang-pp-mla plan` find the partition, or lower --context-length."
+        return [Verdict("memory", "warn", f"{summary}: fewer than one request of {needed:,}", remedy)]
+    return [Verdict("memory", "pass", summary)]
 
 
 # SGLang's sources
@@ -477,7 +525,7 @@ def check_kernels(deployment: Deployment) -> Iterable[Verdict]:
             deployment.model,
             deployment.tp_size,
             kv_dtype=deployment.flag("--kv-cache-dtype", "auto"),
-            page_size=int(deployment.flag("--page-size", "1")),
+            page_size=deployment.number("--page-size", int) or 1,
         )
         kernels = fit(shapes, deployment.gpu, sglang=deployment.sglang, python=deployment.installation.python)
     except (ValueError, KernelFitError) as error:
@@ -583,6 +631,7 @@ BUILT_IN: tuple[Check, ...] = (
     Check("configuration", 10, check_configuration),
     Check("partition", 11, check_partition),
     Check("heads", 12, check_heads),
+    Check("memory", 13, check_memory),
     Check("architecture", 20, check_architecture),
     Check("boundaries", 21, check_boundaries),
     Check("mla-geometry", 22, check_geometry),

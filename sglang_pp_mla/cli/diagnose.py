@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import sys
 import zlib
@@ -20,6 +21,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from sglang_pp_mla.cli.saving import check_path, save
+from sglang_pp_mla.cli.terminal import printable
 from sglang_pp_mla.diagnose import Diagnosis, Readable, Reading
 from sglang_pp_mla.follow import FollowError, follow
 from sglang_pp_mla.signatures import BUILT_IN, Signature
@@ -44,7 +47,7 @@ def diagnose(
         None, "--timeout", min=0.0, metavar="SECONDS", help="With --follow: give up after so many seconds."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the reading as one JSON object."),
-    save: Path | None = typer.Option(
+    save_to: Path | None = typer.Option(
         None, "--save", metavar="FILE", help="Also save the report, as FILE.svg or FILE.html."
     ),
 ) -> None:
@@ -75,8 +78,10 @@ def diagnose(
     Exit codes: 0 healthy, or no sign of a failure; 1 a failure, known or not,
     or --timeout was reached; 2 the call is wrong.
     """
-    if save is not None and save.suffix not in (".svg", ".html"):
-        _wrong(f"--save {save} is neither .svg nor .html; give the file one of these names.")
+    try:
+        check_path(save_to)
+    except ValueError as refusal:
+        _wrong(str(refusal))
     if follow_target is not None and log is not None:
         _wrong("Give either LOG or --follow TARGET, not both.")
     if timeout is not None and follow_target is None:
@@ -90,8 +95,8 @@ def diagnose(
         sys.stdout.write(json.dumps(reading.as_json()) + "\n")
     else:
         Console(highlight=False).print(report(reading))
-    if save is not None:
-        _save(report(reading), save)
+    if save_to is not None:
+        _save(report(reading), save_to)
     raise typer.Exit(int(reading.problem))
 
 
@@ -143,7 +148,7 @@ def _take_in(diagnosis: Diagnosis, stream: BinaryIO) -> None:
         with gzip.open(stream) as unpacked:
             diagnosis.read(cast(Readable, unpacked))
     except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
-        typer.echo(f"The log is damaged after what was read ({_sentence(problem)})", err=True)
+        typer.echo(printable(f"The log is damaged after what was read ({_sentence(problem)})"), err=True)
 
 
 def _followed(target: str, timeout: float | None, signatures: tuple[Signature, ...]) -> Reading:
@@ -184,25 +189,21 @@ def _progress(target: str) -> Iterator[_Progress]:
 
 
 def _save(shown: Group, file: Path) -> None:
-    with open("/dev/null", "w", encoding="utf-8") as nowhere:
-        console = Console(record=True, width=110, highlight=False, file=nowhere)
-        console.print(shown)
+    console = Console(record=True, width=110, highlight=False, file=io.StringIO())
+    console.print(shown)
     try:
-        if file.suffix == ".svg":
-            console.save_svg(str(file), title="sglang-pp-mla diagnose")
-        else:
-            console.save_html(str(file))
-    except OSError as problem:
-        _wrong(_sentence(problem))
+        save(console, file, "sglang-pp-mla diagnose")
+    except ValueError as refusal:
+        _wrong(str(refusal))
 
 
 def _sentence(problem: Exception) -> str:
     text = (
         f"{problem.strerror}: {problem.filename}" if isinstance(problem, OSError) and problem.strerror else str(problem)
     )
-    return f"{''.join(each if each.isprintable() else '?' for each in text)}."
+    return f"{text}."
 
 
 def _wrong(sentence: str) -> None:
-    typer.echo(sentence, err=True)
+    typer.echo(printable(sentence), err=True)
     raise typer.Exit(2)

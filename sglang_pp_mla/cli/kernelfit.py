@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from sglang_pp_mla.cli.saving import check_path
+from sglang_pp_mla.cli.saving import check_path, save
 from sglang_pp_mla.cli.terminal import printable
 from sglang_pp_mla.geometry import Model, read_config
 from sglang_pp_mla.kernelfit import Gpu, KernelFit, KernelFitError, Shapes, fit, gpu_named, serving
@@ -27,11 +26,12 @@ def kernelfit(
     model: str = typer.Argument(help="A config.json, or a folder that holds one.", metavar="MODEL"),
     gpu: str = typer.Option(..., "--gpu", help="A product, such as H100 or 'RTX PRO 6000', or sm_90."),
     tp_size: int = typer.Option(1, "--tp-size", min=1, help="Tensor-parallel ranks that share the heads."),
-    kv_cache_dtype: str = typer.Option("auto", "--kv-cache-dtype", help="As SGLang's: auto, fp8_e4m3, fp8_e5m2."),
+    kv_cache_dtype: str = typer.Option("auto", "--kv-cache-dtype", help="As SGLang's: auto, bf16, fp8_e4m3, fp8_e5m2."),
     page_size: int = typer.Option(1, "--page-size", min=1, help="Tokens of a page of the KV cache."),
     sglang: Path | None = typer.Option(None, "--sglang", help="Folder of another sglang package than the installed."),
+    network: bool = typer.Option(False, "--network", help="MODEL may be a hub id, whose config.json is fetched."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON: a list, one object a kernel."),
-    save: Path | None = typer.Option(None, "--save", help="Write the table to a .svg or .html file."),
+    save_to: Path | None = typer.Option(None, "--save", help="Write the table to a .svg or .html file."),
 ) -> None:
     """Compile the Triton attention kernels that SGLang, and this package, would launch, and show what they need.
 
@@ -39,11 +39,11 @@ def kernelfit(
     torch and Triton. Exit code 1 if a kernel that would serve does not compile or does not fit.
     """
     unseen = io.StringIO() if as_json else None
-    console = Console(highlight=False, record=save is not None, file=unseen, width=_WIDTH if save else None)
+    console = Console(highlight=False, record=save_to is not None, file=unseen, width=_WIDTH if save_to else None)
     try:
-        check_path(save)
+        check_path(save_to)
         wanted = gpu_named(gpu)
-        description = Model.from_config(read_config(model))
+        description = Model.from_config(read_config(model, allow_network=network))
         shapes = Shapes.of_model(description, tp_size, kv_dtype=kv_cache_dtype, page_size=page_size)
         if sglang is not None and not (sglang / "srt").is_dir():
             raise ValueError(f"--sglang {sglang} is no sglang package; give the folder that holds its srt.")
@@ -53,16 +53,14 @@ def kernelfit(
             found = fit(
                 shapes, wanted, sglang=folder, on_fit=lambda _, number: progress.update(bar, advance=1, total=number)
             )
+        if as_json:
+            typer.echo(json.dumps([{**asdict(one), "fits": one.fits} for one in found], indent=2))
+        console.print(table(found, wanted, shapes))
+        if save_to is not None:
+            save(console, save_to, f"sglang-pp-mla kernelfit {Path(model).name} --gpu {gpu}")
     except (ValueError, RehearsalError, KernelFitError) as error:
         typer.echo(printable(str(error)), err=True)
         raise typer.Exit(2) from None
-    if as_json:
-        json.dump([{**asdict(one), "fits": one.fits} for one in found], sys.stdout, indent=2)
-        print()
-    console.print(table(found, wanted, shapes))
-    if save is not None:
-        write = console.save_svg if save.suffix == ".svg" else console.save_html
-        write(str(save))
     raise typer.Exit(0 if all(one.fits for one in serving(found)) else 1)
 
 

@@ -45,7 +45,7 @@ def plan(
     ),
     pp_size: int = typer.Option(..., "--pp-size", min=1, help="Pipeline stages."),
     gpu_memory: str = typer.Option(
-        ..., "--gpu-memory", help="Memory of a GPU as its label has it, in GB (GiB in truth); or one a stage: 96,96,80."
+        ..., "--gpu-memory", help="GB of a GPU, as its label has it; or one a stage: 96,96,80."
     ),
     tp_size: int = typer.Option(1, "--tp-size", min=1, help="Tensor-parallel GPUs of each stage."),
     context: int | None = typer.Option(None, "--context", min=1, help="Longest request, in tokens."),
@@ -69,6 +69,7 @@ def plan(
     # A quiet console would record nothing.
     unseen = io.StringIO() if as_json else None
     console = Console(highlight=False, record=save_to is not None, file=unseen, width=_WIDTH if save_to else None)
+    title = f"sglang-pp-mla plan {Path(model).name} --pp-size {pp_size}"
     try:
         check_path(save_to)
         description = Model.from_config(read_config(model, allow_network=network))
@@ -94,6 +95,10 @@ def plan(
                 typer.echo(json.dumps(_as_json(None, deployment, rows), indent=2))
             _show_alternatives(console, rows)
             typer.echo(str(refusal), err=True)
+            if save_to is not None:
+                console.file = io.StringIO()  # it is on standard error already
+                console.print(Text(str(refusal), "red"))
+                save(console, save_to, title)
             raise typer.Exit(1) from None
         if as_json:
             typer.echo(json.dumps(_as_json(found, deployment, rows), indent=2))
@@ -105,7 +110,7 @@ def plan(
         console.print("\n[bold]Start it with[/bold]")
         console.print(_launch_line(model, deployment, found), soft_wrap=save_to is None, markup=False)
         if save_to is not None:
-            save(console, save_to, f"sglang-pp-mla plan {Path(model).name} --pp-size {pp_size}")
+            save(console, save_to, title)
     except ValueError as error:
         typer.echo(printable(str(error)), err=True)
         raise typer.Exit(2) from None
@@ -285,6 +290,12 @@ def _show(console: Console, model: Model, weights: Weights, deployment: Deployme
         console.print(
             f"[yellow]The layers of {_printable(model.model_type)} are counted as those of models like it; "
             "a folder with safetensors files is exact.[/yellow]",
+            soft_wrap=True,
+        )
+    if deployment.release > Version(RELEASES[-1]):
+        console.print(
+            f"[yellow]SGLang {deployment.release} is newer than {RELEASES[-1]}, the last whose memory arithmetic was "
+            "read; this is by that one's.[/yellow]",
             soft_wrap=True,
         )
     table = Table(box=None, pad_edge=False)

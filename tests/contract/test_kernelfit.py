@@ -15,11 +15,13 @@ from sglang_pp_mla.geometry import Model, read_config
 from sglang_pp_mla.kernelfit import KernelFit, KernelFitError, Shapes, fit, gpu_named
 from sglang_pp_mla.kernelfit.gpus import CAPABILITIES, blocks_at_once
 from sglang_pp_mla.kernels.flat_schedule import head_tiles, number_of_pieces
+from sglang_pp_mla.preflight import Deployment, check_kernels
 from sglang_pp_mla.rehearsal import find_sglang
 from sglang_pp_mla.rehearsal.shrink import kimi_k26
 
 KIMI = Model.from_config(kimi_k26())
-NARROW = Model.from_config(read_config(Path(__file__).parents[1] / "data" / "mla-256x64.json"))
+NARROW_CONFIG = Path(__file__).parents[1] / "data" / "mla-256x64.json"
+NARROW = Model.from_config(read_config(NARROW_CONFIG))
 
 
 def fitted(model: Model, gpu: str, tp_size: int = 1, kv_dtype: str = "auto") -> dict[tuple[str, str], KernelFit]:
@@ -67,6 +69,20 @@ def test_a_geometry_that_stock_cannot_compile(sglang_release: Version) -> None:
     assert repaired.fits
     assert repaired.shared is not None
     assert repaired.shared <= repaired.shared_limit == 99 * 1024
+
+
+@pytest.mark.parametrize("disabled", ["", pytest.param("mla-geometry", marks=pytest.mark.longest)])
+def test_preflight_says_it_of_the_kernels_that_would_serve(sglang_release: Version, disabled: str) -> None:
+    gpu = gpu_named("RTX PRO 6000")
+    config = read_config(NARROW_CONFIG)
+    deployment = Deployment(config, 2, gpu=gpu, installation=find_sglang(), disabled=disabled)
+    (verdict,) = check_kernels(deployment)
+    if disabled and sglang_release >= Version("0.5.12"):
+        assert verdict.status == "fail"
+        assert "incompatible dimensions at index 1: 256 and 512" in verdict.summary
+    else:
+        assert verdict.status == "pass", verdict
+        assert "kernels compile and fit RTX PRO 6000" in verdict.summary
 
 
 @pytest.mark.release("0.5.23")

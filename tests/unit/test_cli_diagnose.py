@@ -60,8 +60,8 @@ def test_exit_codes(log: str, code: int) -> None:
     [
         (["/nowhere/server.log"], "No such file or directory: /nowhere/server.log."),
         ([str(LOGS)], "Is a directory"),
-        ([str(HEALTHY), "--save", "report.txt"], "neither .svg nor .html"),
-        ([str(HEALTHY), "--save", "/nowhere/report.svg"], "No such file or directory"),
+        ([str(HEALTHY), "--save", "report.txt"], "end its name in .svg or .html"),
+        ([str(HEALTHY), "--save", "/nowhere/report.svg"], "make /nowhere first"),
         ([str(HEALTHY), "--follow", "x"], "either LOG or --follow TARGET"),
         ([str(HEALTHY), "--timeout", "3"], "--timeout is for --follow"),
         (["--follow", "/nowhere/server.log"], "no file that could be followed"),

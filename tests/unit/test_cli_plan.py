@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from sglang_pp_mla.cli import app
 from sglang_pp_mla.rehearsal.shrink import kimi_k26
+from sglang_pp_mla.releases import RELEASES
 
 DATA = Path(__file__).parents[1] / "data"
 KEYS = ["partition", "kv_tokens", "default_partition", "default_kv_tokens", "gain", "stages", "env"]
@@ -139,6 +140,22 @@ def test_what_does_not_fit_ends_with_1_and_one_sentence(k26: str) -> None:
     answer = json.loads(result.stdout)
     assert list(answer) == KEYS
     assert (answer["partition"], answer["kv_tokens"], answer["stages"]) == (None, 0, [])
+
+
+def test_what_does_not_fit_is_saved_too(k26: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    result = run(k26, "--pp-size", "8", "--gpu-memory", "80", "--compare", "TP8", "--save", str(report))
+    assert result.exit_code == 1
+    assert result.stderr.count("lacks") == 1
+    saved = " ".join(report.read_text().split())
+    assert "in the best partition" in saved
+    assert "weights a GPU" in saved
+
+
+def test_a_release_of_unread_arithmetic_is_said(k26: str) -> None:
+    common = (k26, "--pp-size", "8", "--gpu-memory", "96")
+    assert "was read" in run(*common, release="99").stdout
+    assert "was read" not in run(*common, release=RELEASES[-1]).stdout
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,16 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from sglang_pp_mla import preflight
+from sglang_pp_mla import planner, preflight
 from sglang_pp_mla.backend_probes import backends, probes_of
 from sglang_pp_mla.fixes import buffer_probe, mla_geometry
+from sglang_pp_mla.geometry import Model
 from sglang_pp_mla.kernelfit import gpu_named
 from sglang_pp_mla.preflight import BUILT_IN, Check, Deployment, Missing, Verdict, _as_reported, as_json, run
 from sglang_pp_mla.rehearsal import EngineAnswer, EngineRun, Installation, find_sglang
 from sglang_pp_mla.rehearsal.examination import has_its_code
+from sglang_pp_mla.releases import RELEASES
+from sglang_pp_mla.weights import weights_of
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests/data"
@@ -49,7 +52,7 @@ def judged(deployment: Deployment, checks: Iterable[Check] = SOURCES_ONLY) -> di
 
 
 def test_a_good_deployment_passes_what_is_read(kimi: dict[str, Any], installation: Installation) -> None:
-    deployment = Deployment(kimi, 8, installation=installation)
+    deployment = Deployment(kimi, 8, gpu=gpu_named("RTX PRO 6000"), installation=installation)
     assert run(deployment, SOURCES_ONLY)
     assert [verdict.id for verdict in deployment.verdicts] == [check.id for check in SOURCES_ONLY]
     assert {verdict.status for verdict in deployment.verdicts} == {"pass"}
@@ -97,6 +100,52 @@ def test_a_configuration_without_an_mla_width_names_it(kimi: dict[str, Any]) -> 
 def test_the_oldest_releases_give_the_last_stage_the_remainder(kimi: dict[str, Any]) -> None:
     old = Deployment(kimi, 8, installation=Installation(sys.executable, "0.5.5.post3", Path("/nowhere")))
     assert [len(stage.layers) for stage in old.stages] == [7, 7, 7, 7, 7, 7, 7, 12]
+
+
+# What the GPUs hold
+
+
+def memory_of(deployment: Deployment) -> Verdict:
+    return judged(deployment, [check for check in BUILT_IN if check.id == "memory"])["memory"]
+
+
+def test_the_room_for_tokens_is_what_plan_says_of_the_same_split(kimi: dict[str, Any]) -> None:
+    gpu, partition = gpu_named("RTX PRO 6000"), "7,7,8,8,8,8,8,7"
+    verdict = memory_of(Deployment(kimi, 8, partition=partition, gpu=gpu))
+    budget = planner.budget_of(
+        model := Model.from_config(kimi),
+        weights_of(model, None, pp_size=8),
+        planner.Deployment((96 * planner.GIB,) * 8, Version(RELEASES[-1])),
+    )
+    tokens = budget.tokens([int(count) for count in partition.split(",")])
+    assert tokens > 0
+    assert verdict == Verdict(
+        "memory", "pass", f"{tokens:,} KV tokens on RTX PRO 6000 of 96 GB, weights by the configuration"
+    )
+    longer = memory_of(Deployment(kimi, 8, partition=partition, gpu=gpu, sglang_args=f"--context-length {tokens + 1}"))
+    assert (longer.status, longer.summary) == ("warn", f"{verdict.summary}: fewer than one request of {tokens + 1:,}")
+
+
+def test_a_stage_too_heavy_for_its_gpu_is_a_failure_with_its_rank(kimi: dict[str, Any]) -> None:
+    verdict = memory_of(Deployment(kimi, 8, partition="12,7,7,7,7,7,7,7", gpu=gpu_named("RTX PRO 6000")))
+    assert (verdict.status, verdict.ranks) == ("fail", (0,))
+    assert re.fullmatch(r"Rank 0 of 8 lacks \d+\.\d GiB with this partition: layers 0-11 weigh .*", verdict.summary)
+    assert verdict.remedy == "Have `sglang-pp-mla plan` find the partition, or use more or larger GPUs."
+
+
+@pytest.mark.parametrize(
+    ("gpu", "flags", "says"),
+    [
+        (None, "", "no GPU product is named"),
+        ("sm_120", "", "no GPU product is named"),
+        ("H200", "--mem-fraction-static half", "--mem-fraction-static half is not a number"),
+        ("H200", "--page-size=x", "--page-size x is not a number"),
+    ],
+)
+def test_room_that_cannot_be_told_is_not_judged(kimi: dict[str, Any], gpu: str | None, flags: str, says: str) -> None:
+    verdict = memory_of(Deployment(kimi, 8, gpu=gpu_named(gpu) if gpu else None, sglang_args=flags))
+    assert verdict.status == "skip"
+    assert says in verdict.summary
 
 
 # SGLang's sources
@@ -198,9 +247,10 @@ def test_a_check_of_another_package_is_run_in_its_place_and_may_fail(kimi: dict[
     checks = [Check("idle", 19, idle), *SOURCES_ONLY, Check("broken", 15, broken), Check("early", 5, early)]
     assert not run(deployment, checks, said.append)
     assert said == deployment.verdicts
-    assert [verdict.id for verdict in said][:6] == ["early", "configuration", "partition", "heads", "broken", "idle"]
-    assert (said[4].status, said[5].status, said[5].remedy) == ("warn", "skip", "Do that first.")
-    assert "RuntimeError: oops" in said[4].summary
+    names = [verdict.id for verdict in said]
+    assert names[:7] == ["early", "configuration", "partition", "heads", "memory", "broken", "idle"]
+    assert (said[5].status, said[6].status, said[6].remedy) == ("warn", "skip", "Do that first.")
+    assert "RuntimeError: oops" in said[5].summary
     report = as_json(deployment)
     assert report["ok"] is False
     assert [(check["id"], check["rank"]) for check in report["checks"]][:3] == [
@@ -301,7 +351,7 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def test_without_sglang_what_needs_none_is_checked_and_the_rest_skipped(laptop: Command) -> None:
-    done = laptop(DATA / "deepseek-v3.json", "--pp-size", 8, "--json", "--gpu", "H100", "--rehearse")
+    done = laptop(DATA / "deepseek-v3.json", "--pp-size", 8, "--json", "--gpu", "H200", "--rehearse")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report.keys() == {"ok", "sglang", "backend", "stages", "checks", "rehearsal"}
@@ -309,7 +359,7 @@ def test_without_sglang_what_needs_none_is_checked_and_the_rest_skipped(laptop: 
     assert report["stages"][1] == {"rank": 1, "start_layer": 7, "end_layer": 14}
     assert all(check.keys() == {"id", "status", "rank", "summary", "remedy"} for check in report["checks"])
     status = {check["id"]: check["status"] for check in report["checks"]}
-    needs_none = ["configuration", "partition", "heads", "boundaries", "mla-geometry"]
+    needs_none = ["configuration", "partition", "heads", "memory", "boundaries", "mla-geometry"]
     assert [name for name in status if status[name] == "pass"] == needs_none
     skipped = [check for check in report["checks"] if check["status"] == "skip"]
     assert {check["id"] for check in skipped} == status.keys() - {*needs_none}
