@@ -1,13 +1,15 @@
 """Resolve SGLang's real arguments under both names of the backend; run as a program, in a process of its own.
 
-``python resolve_arguments.py RESULT.json`` imports SGLang once on a machine that it takes for one with GPUs,
-then resolves the whole table in forks, one for each machine and spelling, so that whatever SGLang remembers
-between two resolutions is the same for both names. SGLang's commands are asked for their help in further forks.
+``python resolve_arguments.py RESULT.json LINES.json`` imports SGLang once on a machine that it takes for one with
+GPUs, then resolves the whole table in forks, one for each machine and spelling, so that whatever SGLang remembers
+between two resolutions is the same for both names. SGLang's commands are asked for their help in further forks,
+and in one more its parser is given LINES: arguments by a title, those of the documents.
 The module itself imports only the standard library.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import enum
@@ -388,7 +390,25 @@ def help_of(command: str) -> str:
     return printed.getvalue()
 
 
-def main(path: str) -> None:
+def parse_lines(lines: dict[str, list[str]]) -> dict[str, Any]:
+    """What SGLang's parser says against each of these lines, nothing where it takes it, and all flags that it has."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    refused = {}
+    for title, arguments in lines.items():
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+                parser.parse_args(arguments)
+        except SystemExit as stop:
+            if stop.code:  # 0 is --help's
+                refused[title] = said.getvalue()
+    return {"refused": refused, "flags": list(parser._option_string_actions)}
+
+
+def main(path: str, lines: str) -> None:
     pretend("hopper")
     import msgspec
     import sglang.srt.configs.model_config
@@ -403,10 +423,12 @@ def main(path: str) -> None:
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
         spelled = pool.map_async(ways, [None], chunksize=1)
         printed = pool.map_async(help_of, COMMANDS, chunksize=1)
+        parsed = pool.map_async(parse_lines, [json.loads(Path(lines).read_text())])
         resolved = pool.map(resolve_table, work, chunksize=1)
         answer: dict[str, Any] = {
             "ways": spelled.get()[0],
             "help": dict(zip(COMMANDS, printed.get(), strict=True)),
+            "lines": parsed.get()[0],
             "cases": {},
         }
     for (_machine, spelling), outcomes in zip(work, resolved, strict=True):
@@ -416,4 +438,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

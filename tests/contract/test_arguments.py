@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from sglang_pp_mla.rehearsal.environment import KERNEL_LIBRARY
+from tests.contract.documents import ROOT, mentioned_flags, server_lines
 from tests.contract.resolve_arguments import COMMANDS, FLAGS, TELLING, table
 
 NAME = "triton_pp"
@@ -30,13 +32,14 @@ Started = dict[str, tuple[subprocess.Popen[str], Path]]
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     """The two processes that import SGLang, begun together: the import is what takes the time."""
     commands = {
-        "resolve": ([str(Path(__file__).with_name("resolve_arguments.py")), "result.json"], ""),
+        "resolve": ([str(Path(__file__).with_name("resolve_arguments.py")), "result.json", "lines.json"], ""),
         "disabled": (["-m", "sglang.launch_server", "--model-path", "dummy", "--attention-backend", NAME], "1"),
     }
     with contextlib.ExitStack() as stack:
         processes = {}
         for title, (arguments, disable) in commands.items():
             folder = tmp_path_factory.mktemp(title)
+            (folder / "lines.json").write_text(json.dumps(server_lines()))
             environment = {
                 **os.environ,
                 "HF_HUB_OFFLINE": "1",
@@ -156,3 +159,21 @@ def test_disabled_the_name_is_refused_by_sglang(started: Started) -> None:
     choices = refusal.split("(choose from", 1)[1]
     assert "'triton'" in choices
     assert f"'{NAME}'" not in choices
+
+
+# The documents
+
+
+def test_sglang_takes_every_line_that_the_documents_start_a_server_with(result: dict[str, Any]) -> None:
+    assert len(server_lines()) > 3
+    assert result["lines"]["refused"] == {}
+
+
+def test_every_flag_that_the_text_names_alone_is_somebodys(result: dict[str, Any]) -> None:
+    """SGLang's, a verb's, a tool's or a reproduction's."""
+    folders = ("sglang_pp_mla/cli", "tools", "benchmarks", "upstream_repro")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in ("", ".py")]
+    sources = [file.read_text() for file in files if file.is_file()]
+    ours = {flag for source in sources for flag in re.findall(r"[\"'](--[a-z][\w-]*)[\"']", source)}
+    known = ours | set(result["lines"]["flags"]) | {"--ipc"}  # Docker's
+    assert {flag: places for flag, places in mentioned_flags().items() if flag not in known} == {}
