@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import replace
+from http.client import HTTPException, InvalidURL
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -123,7 +124,7 @@ def follow(target: str, diagnosis: Diagnosis, timeout_s: float | None) -> Readin
     ``OSError`` where a file cannot be read.
     """
     deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
-    if urlsplit(target).scheme in ("http", "https"):
+    if target.lower().startswith(("http:", "https:")):
         return _follow_url(target, deadline)
     source = Unit(target.removeprefix("unit:")) if target.startswith("unit:") else File(Path(target))
     try:
@@ -168,7 +169,10 @@ def _follow_log(source: Source, diagnosis: Diagnosis, deadline: float) -> Readin
 
 def _follow_url(url: str, deadline: float) -> Reading:
     """Ask ``/health_generate``, or the path the URL has: it answers 200 once a token has gone through all stages."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as problem:
+        raise FollowError(f"{url!r} is no URL that can be asked: {problem}") from None
     if not parts.hostname:
         raise FollowError(f"{url!r} names no host; write http://HOST:PORT")
     if parts.path in ("", "/"):
@@ -181,12 +185,14 @@ def _follow_url(url: str, deadline: float) -> Reading:
                 return Reading("healthy", "certain", (), None, (), "", f"{url} answers {answer.status}.", False)
         except urllib.error.HTTPError as problem:
             answered, refused, last = True, 0, f"it answers {problem.code}"
+        except (ValueError, InvalidURL) as problem:
+            raise FollowError(f"{url!r} is no URL that can be asked: {problem}") from None
         except OSError as problem:  # URLError, timeouts and resets are among them
             reason = getattr(problem, "reason", problem)
             last = f"no answer ({reason})"
             refused = refused + 1 if isinstance(reason, ConnectionRefusedError | ConnectionResetError) else 0
-        except ValueError as problem:
-            raise FollowError(f"{url!r} is no URL that can be asked: {problem}") from None
+        except HTTPException:
+            refused, last = 0, "what answers there does not speak HTTP"
         unknown = Reading("unknown", "unknown", (), None, (), "`sglang-pp-mla diagnose` its log", "", True)
         if answered and refused >= GONE:
             return replace(unknown, meaning="The server had answered and does not any more: it has ended.")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ def test_exit_codes(log: str, code: int) -> None:
         (["--follow", "/nowhere/server.log"], "no file that could be followed"),
         (["--follow", "unit:"], "no unit's name"),
         (["--follow", "http://"], "names no host"),
+        (["--follow", "http://[x"], "no URL that can be asked: Invalid IPv6 URL"),
+        (["--follow", "http://localhost:port"], "no URL that can be asked: nonnumeric port: 'port'"),
     ],
 )
 def test_a_wrong_call_is_one_sentence(arguments: list[str], sentence: str) -> None:
@@ -301,6 +304,23 @@ def test_a_server_that_answered_and_is_gone_has_failed() -> None:
         answer = run("--follow", url, "--timeout", 60)
     assert answer.exit_code == 1
     assert "it has ended" in answer.stdout.replace("\n", " ")
+
+
+def test_a_port_on_which_somebody_else_speaks() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet() -> None:
+            with suppress(OSError):  # once the listener is shut
+                while True:
+                    with listener.accept()[0] as connection:
+                        connection.recv(1000)
+                        connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        with meanwhile(greet):
+            answer = run("--follow", f"http://127.0.0.1:{listener.getsockname()[1]}", "--timeout", 0.3)
+            listener.shutdown(socket.SHUT_RDWR)
+    assert answer.exit_code == 1
+    assert "what answers there does not speak HTTP" in " ".join(answer.stdout.replace("│", " ").split())
 
 
 def test_a_server_that_never_comes() -> None:
