@@ -71,7 +71,7 @@ def read_config(model: str | Path, *, allow_network: bool = False) -> dict[str, 
         path = _from_hub(str(model), path, allow_network)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as a model configuration ({error}).") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a model configuration: it holds a {type(config).__name__}, not an object.")
@@ -159,7 +159,7 @@ class Quantization:
     """How linear weights are stored.
 
     ``bits`` a weight; a scale of ``scale_bytes`` for each block of ``block`` (output, input) weights, where 0
-    stands for the whole side; a zero point of ``zero_bits`` a block. ``ignored`` are module names, substrings
+    stands for the whole side; a zero point of ``zero_bits`` a block. ``ignored`` are module names, dotted parts
     of them, or ``re:`` patterns, that stay in the model's own type. ``method`` is the configuration's word.
     """
 
@@ -316,6 +316,8 @@ def _attention(text: Config, name: str) -> Attention:
     kv_heads = _whole(text, "num_key_value_heads") or heads
     if not is_mla(text):
         width = _whole(text, "head_dim") or _positive(text, "hidden_size", name) // heads
+        if width < 1:
+            raise ValueError(f"The configuration of {name} has heads of {width} elements; a head needs at least one.")
         qk_norm = bool(text.get("use_qk_norm")) or str(text.get("model_type", "")).startswith(("qwen3", "gemma3"))
         return Attention(heads, kv_heads, head_dim=width, bias=bias, qk_norm=qk_norm)
     widths = {key: _whole(text, key) for key in MLA_WIDTHS}
@@ -328,6 +330,9 @@ def _attention(text: Config, name: str) -> Attention:
             f"The configuration of {name} has kv_lora_rank but no {' and no '.join(missing)}; "
             f"MLA needs all of {', '.join(MLA_WIDTHS)}."
         )
+    for key, value in widths.items():
+        if value is not None and value < 0:
+            raise ValueError(f"The configuration of {name} has {key} = {value}; no width is negative.")
     return Attention(
         heads,
         kv_heads,

@@ -86,7 +86,11 @@ class Weights:
 
 
 def weights_of(model: Model, folder: Path | None, *, tp_size: int = 1, pp_size: int = 1) -> Weights:
-    """Weights of each layer on one of ``tp_size`` GPUs. ``folder`` is read where it has safetensors files."""
+    """Weights of each layer on one of ``tp_size`` GPUs. ``folder`` is read where it has safetensors files.
+
+    With ``pp_size`` above 1 the last stage keeps a copy of a tied embedding. Raises ``ValueError``, in one
+    sentence, for safetensors files that cannot be read or hold nothing of a layer.
+    """
     measured = folder is not None and any(folder.glob("*.safetensors"))
     tensors: Iterable[Tensor] = (
         checkpoint_tensors(folder, model) if measured and folder is not None else configured_tensors(model)
@@ -264,10 +268,12 @@ def checkpoint_tensors(folder: Path, model: Model) -> Iterator[Tensor]:
             if name == "__metadata__" or name.endswith((".weight_shape", ".inv_freq")):
                 continue
             try:
-                elements = math.prod(entry["shape"])
-                bits = _STORED_BITS[entry["dtype"]]
+                shape, bits = entry["shape"], _STORED_BITS[entry["dtype"]]
+                if not all(isinstance(extent, int) and extent >= 0 for extent in shape):
+                    raise TypeError(f"the shape {shape!r}")
             except (KeyError, TypeError) as error:
                 raise ValueError(f"{path} describes {name} in a way that is not understood ({error}).") from error
+            elements = math.prod(shape)
             if entry["dtype"][0] in "FB" and bits >= 16 and name.endswith((".weight", ".bias")):
                 bits = 8 * model.dtype_bytes  # SGLang loads it into a parameter of the model's own type
             yield Tensor(name, elements, -(-elements * bits // 8))
@@ -281,9 +287,9 @@ def _shards(folder: Path) -> list[Path]:
         return [path for path in found if not path.name.startswith("consolidated")] or found
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        missing = [name for name in names if not (folder / name).is_file()]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{index} cannot be read as the index of a checkpoint ({error!r}).") from error
-    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ValueError(
             f"{folder} lacks {len(missing)} of the {len(names)} files that its index names, "
@@ -299,7 +305,7 @@ def _header(path: Path) -> dict[str, Any]:
             if length > _LONGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
-    except (OSError, struct.error, ValueError) as error:
+    except (OSError, struct.error, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no safetensors file that can be read ({error}).") from error
     if not isinstance(header, dict):
         raise ValueError(f"{path} is no safetensors file: its header is a {type(header).__name__}.")

@@ -201,6 +201,9 @@ def test_other_attention_is_told(name: str, what: str) -> None:
         ({"num_attention_heads": True}, "has num_attention_heads = True"),
         ({"vocab_size": "many"}, "has vocab_size = 'many'"),
         ({"v_head_dim": None, "qk_rope_head_dim": None}, "kv_lora_rank but no qk_rope_head_dim and no v_head_dim"),
+        ({"kv_lora_rank": -64}, "has kv_lora_rank = -64; no width is negative"),
+        ({"kv_lora_rank": None, "head_dim": None, "hidden_size": 1}, "has heads of 0 elements"),
+        ({"kv_lora_rank": None, "head_dim": -8}, "has heads of -8 elements"),
         ({"torch_dtype": "int3"}, "has the dtype 'int3'"),
         ({"mlp_layer_types": ["dense"]}, "lists 1 layers as dense or sparse but has 4"),
         ({"intermediate_size": None}, "has intermediate_size = None"),
@@ -239,7 +242,12 @@ def test_a_file_or_its_folder() -> None:
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [("{", "cannot be read as a model configuration"), ("[]", "holds a list, not an object"), (None, "does not exist")],
+    [
+        ("{", "cannot be read as a model configuration"),
+        ("[" * 100_000, "cannot be read as a model configuration"),
+        ("[]", "holds a list, not an object"),
+        (None, "does not exist"),
+    ],
 )
 def test_what_is_no_configuration_is_refused(tmp_path: Path, content: str | None, sentence: str) -> None:
     if content is not None:

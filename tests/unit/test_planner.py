@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -365,13 +366,33 @@ def test_full_precision_weights_are_served_in_half(tmp_path: Path) -> None:
     assert sizes == {f"{name}.weight": 60, f"{name}.weight_scale": 20}
 
 
+def header(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [(b"", "no safetensors file"), (b"\xff" * 64, "no safetensors file"), (b"\x02" + bytes(7) + b"[]", "is a list")],
+    [
+        (b"", "no safetensors file"),
+        (b"\xff" * 64, "no safetensors file"),
+        (header("[]"), "is a list"),
+        (header("[" * 100_000), "no safetensors file"),
+        (header('{"w": {"dtype": "F16", "shape": ["x"]}}'), r"describes w .*the shape \['x'\]"),
+        (header('{"w": {"dtype": "F16", "shape": [-5]}}'), r"describes w .*the shape \[-5\]"),
+        (header('{"w": {"dtype": "F16", "shape": [1e400]}}'), r"describes w .*the shape \[inf\]"),
+    ],
 )
 def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, content: bytes, sentence: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=sentence):
+        weights_of(model_of("models/mha"), tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "{}", '{"weight_map": {"w": 5}}'])
+def test_what_is_no_index_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(header("{}"))
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match="cannot be read as the index of a checkpoint"):
         weights_of(model_of("models/mha"), tmp_path)
 
 
