@@ -23,6 +23,7 @@ from sglang_pp_mla.rehearsal import (
     RehearsalError,
     Server,
     find_sglang,
+    open_here,
     server,
     shrink,
 )
@@ -189,5 +190,5 @@ def ask(url: str) -> str:
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(question).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=600) as answer:
+    with open_here(request, timeout=600) as answer:
         return str(json.load(answer)["choices"][0]["text"]).strip()

@@ -21,6 +21,7 @@ from sglang_pp_mla.rehearsal.runner import (
     EngineSession,
     Server,
     engine,
+    open_here,
     run_engine,
     server,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "Server",
     "engine",
     "find_sglang",
+    "open_here",
     "rehearsal_environment",
     "run_engine",
     "server",

@@ -59,10 +59,10 @@ _ASK = """
 import sys, urllib.error, urllib.request
 url, timeout = sys.argv[1], float(sys.argv[2])
 body = sys.stdin.buffer.read() or None
+request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a host has no way to a proxy
 try:
-    with urllib.request.urlopen(
-        urllib.request.Request(url, body, {"Content-Type": "application/json"}), timeout=timeout
-    ) as answer:
+    with opener.open(request, timeout=timeout) as answer:
         print(answer.read().decode())
 except urllib.error.HTTPError as error:
     sys.exit(f"HTTP {error.code}: {error.read().decode(errors='replace')}")

@@ -6,6 +6,7 @@ process of the group, so that what remains can be found even if the keeper itsel
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -21,6 +22,8 @@ from pathlib import Path
 MARKER = "SGLANG_PP_MLA_REHEARSAL_ID"
 _KEEPER = Path(__file__).with_name("keeper.py")
 _STOP_S = 30.0
+
+logger = logging.getLogger("sglang_pp_mla")
 
 
 def marked(identity: str) -> list[int]:
@@ -49,7 +52,7 @@ def _kill(pids: Sequence[int]) -> None:
 class KeptProcess:
     """A command under a keeper, its output collected line by line.
 
-    ``on_line`` is called from a thread of this object, once a line, without the line's end.
+    ``on_line`` is called from a thread of this object, once a line, without the line's end, until it raises.
     ``pass_fds`` are handed to the command under the same numbers. The command sees ``TMPDIR``, a short
     path to a folder of its own that goes when it ends.
     """
@@ -65,6 +68,7 @@ class KeptProcess:
         self.identity = uuid.uuid4().hex
         self.lines: list[str] = []
         self._on_line = on_line
+        self._name = os.fspath(command[0])
         # Unix socket paths hold 107 characters, and SGLang puts its sockets here.
         self._scratch = scratch = tempfile.mkdtemp(prefix="ppmla-", dir="/tmp")
         control, self._hold = os.pipe()
@@ -93,8 +97,13 @@ class KeptProcess:
         for raw in stream:
             line = raw.decode("utf-8", "replace").rstrip("\r\n")
             self.lines.append(line)
-            if self._on_line is not None:
+            if self._on_line is None:
+                continue
+            try:
                 self._on_line(line)
+            except Exception:  # left unread, the command would come to a stop at a full pipe
+                logger.exception("A listener to the output of %s failed and is told no more of it.", self._name)
+                self._on_line = None
 
     @property
     def log(self) -> str:

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,10 @@ from sglang_pp_mla.rehearsal import (
     shrink,
 )
 from sglang_pp_mla.rehearsal.environment import cpu_sets, wants_cpu_sets
+from sglang_pp_mla.rehearsal.hosts import _ASK
 from sglang_pp_mla.rehearsal.processes import KeptProcess, marked
 from sglang_pp_mla.rehearsal.progress import find_death, stage_step
+from sglang_pp_mla.rehearsal.runner import _healthy
 from sglang_pp_mla.rehearsal.tokenizer import words
 
 # Leaves a child in the same session, one that turned daemon, and stays itself.
@@ -119,6 +123,38 @@ def test_a_command_that_cannot_run_says_so() -> None:
     kept = KeptProcess(["/no/such/program"], env=dict(os.environ))
     assert kept.wait(20) == 127
     assert "/no/such/program" in kept.log
+
+
+def test_a_listener_that_fails_stops_neither_the_command_nor_its_log(caplog: pytest.LogCaptureFixture) -> None:
+    def listen(line: str) -> None:
+        raise BrokenPipeError(line)
+
+    code = "for number in range(20_000): print('a line of the log', number)"
+    kept = KeptProcess([sys.executable, "-c", code], env=dict(os.environ), on_line=listen)
+    assert kept.wait(20) == 0
+    assert len(kept.lines) == 20_000
+    assert [record.exc_info[1].args for record in caplog.records if record.exc_info] == [("a line of the log 0",)]
+
+
+class Ready(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"ready")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_server_of_this_machine_is_not_looked_for_behind_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with HTTPServer(("127.0.0.1", 0), Ready) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert _healthy(url)
+        assert subprocess.run([sys.executable, "-c", _ASK, url, "5"], input=b"", stdout=-1).stdout == b"ready\n"
+        server.shutdown()
 
 
 def test_importing_costs_neither_torch_nor_sglang() -> None:
