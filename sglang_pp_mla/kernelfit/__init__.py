@@ -13,6 +13,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -145,7 +147,7 @@ def fit(
 
     ``python`` needs torch and Triton; results of earlier runs come from Triton's own cache. ``on_fit`` gets
     each kernel as it is done, and how many there are. Returns them in the order of their launches. Raises
-    :class:`KernelFitError` where they could not be asked.
+    :class:`KernelFitError` where they could not be asked, or not within ``timeout_s`` seconds in all.
     """
     # Not the interpreter, and nothing of ours armed: the fix is applied, and left away, on purpose.
     env = {**os.environ, "SGLANG_PP_MLA_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -165,6 +167,10 @@ def fit(
         assert worker.stdout is not None
         found: dict[int, KernelFit] = {}
         number = 0
+        began = time.monotonic()
+        timer = threading.Timer(timeout_s, _end, [worker])  # which ends the reading below, too
+        timer.daemon = True
+        timer.start()
         try:
             worker.stdin.write(json.dumps(question))
             worker.stdin.close()
@@ -177,17 +183,25 @@ def fit(
                 found[place] = one = _with_limits(answer, gpu.capability)
                 if on_fit is not None:
                     on_fit(one, number)
-            worker.wait(timeout_s)
+            worker.wait()
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.pid, signal.SIGKILL)
+            timer.cancel()
+            _end(worker)
             worker.wait()
         if worker.returncode or not number or len(found) != number:
             log.seek(0)
             lines = [line.strip() for line in log if line.strip()]
             reason = lines[-1] if lines else f"it ended with status {worker.returncode}"
+            if time.monotonic() - began >= timeout_s:
+                reason = f"it took longer than {timeout_s:g} s, after {len(found)} of {number or 'all'} kernels"
             raise KernelFitError(f"The kernels of {sglang} could not be compiled with {python}: {reason}.")
     return [found[each] for each in sorted(found)]
+
+
+def _end(worker: subprocess.Popen[str]) -> None:
+    """Kill a worker and what it has forked."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(worker.pid, signal.SIGKILL)
 
 
 def _with_limits(answer: dict[str, Any], capability: Capability) -> KernelFit:

@@ -6,13 +6,11 @@ Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capabi
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WARP = 32
 REGISTERS = 65536
 """32-bit registers of one multiprocessor, in every capability below."""
-MOST_REGISTERS = 255
-"""Of one thread; what does not fit is spilled to memory."""
 _REGISTERS_AT_ONCE = 256  # registers are given to a warp in steps of this many
 _SHARED_OF_THE_SYSTEM = 1024  # bytes of shared memory that CUDA itself takes a block
 
@@ -101,7 +99,8 @@ _BY_NAME |= {_words(name): Gpu(name, each, _MULTIPROCESSORS[name]) for name, eac
 def gpu_named(name: str) -> Gpu:
     """The GPU of a capability (``sm_90``, ``9.0``, ``90``) or product name, as people and ``nvidia-smi`` write it.
 
-    Words that name a form or a size (``SXM5``, ``80GB HBM3``) may follow. Raises ``ValueError`` otherwise.
+    Words that name a form (``SXM5``) may follow, and a size (``40GB``), which is then the GPU's. Raises
+    ``ValueError`` otherwise.
     """
     capability = re.fullmatch(r"(?:sm_?)?(\d+)\.?(\d)", name.strip().lower())
     words = ("sm", "".join(capability.groups())) if capability else _words(name)
@@ -111,7 +110,9 @@ def gpu_named(name: str) -> Gpu:
             f"The GPU {name!r} is not known; name one of {', '.join(known for known, *_ in _PRODUCTS)}, "
             f"or its capability: {', '.join(CAPABILITIES)}."
         )
-    return _BY_NAME[max(begins, key=len)]
+    gpu = _BY_NAME[max(begins, key=len)]
+    size = next((int(word[:-2]) for word in words if re.fullmatch(r"[1-9]\d*gb", word)), gpu.memory)
+    return replace(gpu, memory=size)
 
 
 def blocks_at_once(capability: Capability, *, warps: int, registers: int, shared: int) -> int:

@@ -196,10 +196,8 @@ def split_cap(root: Path, asked: int, gpu: Gpu, context: int) -> int:
     import triton
 
     source = root / "srt/layers/attention/triton_backend.py"
-    found = functions(
-        source, "_mla_decode_kv_splits_cap", {"triton": triton, "next_power_of_2": triton.next_power_of_2}
-    )
-    lift = found.get("_mla_decode_kv_splits_cap")
+    found = functions(source, _LIFT, {"triton": triton, "next_power_of_2": triton.next_power_of_2})
+    lift = found.get(_LIFT)
     return int(lift(asked, gpu.multiprocessors, context)) if lift else asked
 
 

@@ -151,6 +151,13 @@ def test_names_of_gpus(name: str, capability: str, multiprocessors: int) -> None
     assert (gpu.capability.name, gpu.multiprocessors) == (capability, multiprocessors)
 
 
+@pytest.mark.parametrize(
+    ("name", "memory"), [("A100", 80), ("NVIDIA A100-SXM4-40GB", 40), ("NVIDIA H100 80GB HBM3", 80), ("H200", 141)]
+)
+def test_the_size_that_a_name_has_is_the_gpus(name: str, memory: int) -> None:
+    assert gpu_named(name).memory == memory
+
+
 @pytest.mark.parametrize("name", ["", "H1000", "A1", "A1000", "sm_70", "a toaster"])
 def test_an_unknown_gpu_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="is not known; name one of A100"):

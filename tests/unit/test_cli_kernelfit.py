@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from sglang_pp_mla.cli import app
 from sglang_pp_mla.cli.kernelfit import table
 from sglang_pp_mla.geometry import Model, read_config
-from sglang_pp_mla.kernelfit import KernelFit, Shapes, gpu_named
+from sglang_pp_mla.kernelfit import KernelFit, KernelFitError, Shapes, fit, gpu_named
 
 MODEL = Path(__file__).parents[1] / "data" / "deepseek-v3.json"
 
@@ -33,6 +33,15 @@ def test_a_wrong_call_is_one_sentence_and_2(arguments: list[str], says: str) -> 
     assert (result.exit_code, result.stdout) == (2, "")
     assert len(result.stderr.splitlines()) == 1
     assert says in result.stderr
+
+
+def test_a_compiler_that_hangs_is_ended(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nsleep 20\n")
+    python.chmod(0o755)
+    shapes = Shapes(True, 16, 1, 576, 512, 192, 128)
+    with pytest.raises(KernelFitError, match=r"it took longer than 0\.5 s, after 0 of all kernels"):
+        fit(shapes, gpu_named("H100"), sglang=tmp_path, python=str(python), timeout_s=0.5)
 
 
 def test_names_from_a_file_cannot_command_the_terminal(tmp_path: Path) -> None:
