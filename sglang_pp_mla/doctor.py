@@ -168,8 +168,9 @@ def _distribution(name: str, path: Sequence[str]) -> Distribution | None:
 
 def _version(name: str, path: Sequence[str]) -> Version | None:
     found = _distribution(name, path)
-    # Distribution.version parses all of the metadata, a package's long description too.
-    line = re.search(r"^Version: (.+)$", (found and found.read_text("METADATA")) or "", re.M)
+    # Distribution.version parses all of the metadata, a package's long description too. An .egg-info has PKG-INFO.
+    text = (found.read_text("METADATA") or found.read_text("PKG-INFO") or "") if found else ""
+    line = re.search(r"^Version: (.+)$", text, re.M)
     try:
         return Version(line[1].strip()) if line else None
     except InvalidVersion:
@@ -351,6 +352,10 @@ def plugins(start: Start, release: str | None) -> Finding:
     allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
     touching = [point.name for point in others if _names_what_we_change(point, start)]
     found = ", ".join(f"{point.name} ({point.value})" for point in others) or "none but this package"
+    if allowed and "sglang_pp_mla" not in allowed and not start.armed:
+        return Finding(
+            "plugins", "fail", found, "SGLANG_PLUGINS leaves this package out; add sglang_pp_mla to it or unset it."
+        )
     if touching:
         return Finding(
             "plugins",
@@ -358,10 +363,6 @@ def plugins(start: Start, release: str | None) -> Finding:
             found,
             f"{', '.join(touching)} may change what this package changes; where a stage misbehaves, serve once with "
             "SGLANG_PLUGINS=sglang_pp_mla and compare.",
-        )
-    if allowed and "sglang_pp_mla" not in allowed and not start.armed:
-        return Finding(
-            "plugins", "fail", found, "SGLANG_PLUGINS leaves this package out; add sglang_pp_mla to it or unset it."
         )
     return Finding("plugins", "pass", found)
 

@@ -243,6 +243,9 @@ def test_the_plugin_that_changes_what_we_change_is_named(tmp_path: Path, monkeyp
     )
     assert finding.remedy.startswith("attention may change")
     assert doctor.plugins(starting(tmp_path), "0.5.10").status == "skip"
+    monkeypatch.setenv("SGLANG_PLUGINS", "router")
+    assert doctor.plugins(starting(tmp_path, armed=False), "0.5.11").status == "fail"
+    monkeypatch.delenv("SGLANG_PLUGINS")
     write(tmp_path, {"attention.py": "def register(): ..."})
     assert doctor.plugins(starting(tmp_path), "0.5.11").status == "pass"
     monkeypatch.setenv("SGLANG_PLUGINS", "router")
@@ -268,10 +271,11 @@ def test_kernels_that_transformers_names_without_a_version_fail(tmp_path: Path) 
 
 def test_requirements_that_are_absent_or_of_another_version_are_named(tmp_path: Path) -> None:
     write(tmp_path, FAULTY)
-    wanted = ("here>=2", "old>=2", "gone", "elsewhere; platform_system == 'Windows'", "extra-one; extra == 'test'")
+    wanted = ("here>=2", "old>=2", "older>=1.7", "gone", "elsewhere; platform_system == 'Windows'", "extra-one; extra == 'test'")
     metadata(tmp_path, "sglang", "0.5.11", *wanted)
     metadata(tmp_path, "here", "2.1.dev3")
     metadata(tmp_path, "old", "1.9")
+    write(tmp_path, {"older.egg-info/PKG-INFO": "Metadata-Version: 2.1\nName: older\nVersion: 1.8\n"})
     finding = doctor.requirements(starting(tmp_path, sglang=tmp_path / "sglang"))
     assert (finding.status, finding.found) == ("warn", "old 1.9 (wants >=2), gone (absent)")
 
