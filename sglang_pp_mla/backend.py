@@ -131,11 +131,10 @@ class TritonPPAttnBackend(TritonAttnBackend):
         windowed = (getattr(self, "sliding_window_size", None) or 0) > 0  # whose layers have splits of their own
         if not self.fits_kv_splits or not layers or windowed or torch.version.hip or getattr(self, "dcp_size", 1) > 1:
             return
-        shared = SharedPartials(
-            self.decode_attention_fwd,
-            stock=self.lifted_kv_splits,
-            first_layer=pool.get_key_buffer(layers[0]).data_ptr(),
-        )
+        keys, again = pool.get_key_buffer(layers[0]), pool.get_key_buffer(layers[0])
+        if keys.data_ptr() != again.data_ptr():  # dequantised for each answer, so no layer is known by its buffer
+            return
+        shared = SharedPartials(self.decode_attention_fwd, stock=self.lifted_kv_splits, first_layer=keys.data_ptr())
         self.decode_attention_fwd = torch.compiler.disable(shared)
         self.shares_partials = True
 
@@ -153,7 +152,8 @@ class TritonPPAttnBackend(TritonAttnBackend):
         layers = held_layers(pool)
         if not layers:
             return "a KV pool that does not say which layers it holds"
-        if pool.get_key_buffer(layers[0]).data_ptr() != pool.get_value_buffer(layers[0]).data_ptr():
+        keys, values = pool.get_key_buffer(layers[0]), pool.get_value_buffer(layers[0])  # both kept: no memory twice
+        if keys.data_ptr() != values.data_ptr():
             return "a KV cache whose values are no part of its keys"
         return None
 

@@ -91,3 +91,17 @@ def test_the_stage_is_read_off_either_kind_of_runner(backend):
         layer_info = Layers
 
     assert backend.stage_of(Older()) == backend.stage_of(Newer()) == Stage(1, 2, 4, 7)
+
+
+@pytest.mark.parametrize("dequantises", [False, True])
+def test_room_is_shared_where_a_layer_is_known_by_its_buffer(backend, dequantises):
+    pool = make_pool("mla", STAGE)
+    if dequantises:  # the whole layer for each answer, as the pool of --kv-cache-dtype fp4_e2m1 does
+        stored = pool.get_key_buffer
+        pool.get_key_buffer = lambda layer_id: stored(layer_id).clone()
+    built = object.__new__(backend.TritonPPAttnBackend)
+    built.asked_kv_splits, built.lifted_kv_splits = 8, 32
+    built.decode_attention_fwd = stock = object()
+    built.share_partials(pool)
+    assert built.shares_partials is not dequantises
+    assert (built.decode_attention_fwd is stock) is dequantises
