@@ -104,7 +104,7 @@ class _Sources:
 
     def _module(self, path: Path, node: ast.ImportFrom) -> Path | None:
         """The file that a ``from … import`` of a module names, if it is one of SGLang's."""
-        parts = (node.module or "").split(".") if node.module else []
+        parts = node.module.split(".") if node.module else []
         if node.level:
             folder = path.parents[node.level - 1]
         elif parts[:1] == ["sglang"]:

@@ -18,10 +18,13 @@ _FUNCTIONS = ("build_attention_backends", "get_attention_backend")
 
 
 def around_runner_builders(around: Callable[[Any], Within]) -> Mapping[str, Change]:
-    """Changes after which a runner's backends are built inside ``around(runner)``; uses nest."""
+    """Changes after which a runner's backends are built inside ``around(runner)``; uses nest.
+
+    ``around`` is given None where a function names its runner otherwise, and then does nothing.
+    """
 
     def of_function(_: Any, args: Any, kwargs: Any) -> Within:
-        return around(kwargs["model_runner"] if "model_runner" in kwargs else args[0])
+        return around(kwargs.get("model_runner", args[0] if args else None))
 
     def change_model_runner(module: ModuleType, changes: Changes) -> None:
         wrap_all(module.ModelRunner, _METHODS, lambda runner, *_: around(runner), changes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -94,7 +95,7 @@ class Fix:
     changes: Mapping[str, Change] = field(default_factory=dict)
 
 
-def lines_matching(root: Path, folder: str, pattern: Any, files: str = "*.py") -> list[str]:
+def lines_matching(root: Path, folder: str, pattern: re.Pattern[str], files: str = "*.py") -> list[str]:
     """Places, ``"path:line"`` relative to ``root``, in a folder's own Python files that match a regex."""
     places = []
     for path in sorted((root / folder).glob(files)):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sglang_pp_mla.fixes.fix import Changes, Fix, lines_matching
+from sglang_pp_mla.fixes.fix import Changes, Fix, Unrecognised, lines_matching
 
 # The maps keep the model's numbers, where the loop that loads back and the forward pass that waits for it count
 # from the stage's first layer. Repaired, the map goes through a function that takes the first layer off.
@@ -20,18 +21,23 @@ def evidence(root: Path) -> list[str]:
     return lines_matching(root, "srt/mem_cache/hybrid_cache", _MAP_IN_MODEL_NUMBERS)
 
 
+_MAPS = ("full_layer_mapping", "mamba_layer_mapping")
+
+
 def _with_stage_numbers(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     start = kwargs["params"].token_to_kv_pool_allocator.get_kvcache().start_layer
-    names = ("full_layer_mapping", "mamba_layer_mapping")
     # A stage's first layer is in one of the maps: a caller that has brought them over starts at 0.
-    if min((layer for name in names for layer in kwargs[name]), default=start) >= start:
-        for name in names:
+    if min((layer for name in _MAPS for layer in kwargs[name]), default=start) >= start:
+        for name in _MAPS:
             kwargs[name] = {layer - start: place for layer, place in kwargs[name].items()}
     return wrapped(*args, **kwargs)
 
 
 def change_assembler(module: ModuleType, changes: Changes) -> None:
     changes.wrap(module, "build_hybrid_mamba_stack", _with_stage_numbers)
+    parameters = inspect.signature(module.build_hybrid_mamba_stack).parameters.values()
+    if not {each.name for each in parameters if each.kind is each.KEYWORD_ONLY} >= {"params", *_MAPS}:
+        raise Unrecognised(f"build_hybrid_mamba_stack does not take params and {' and '.join(_MAPS)} by name alone")
 
 
 FIX = Fix(

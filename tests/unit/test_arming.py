@@ -117,6 +117,52 @@ def test_an_unrecognised_sglang_is_left_alone_with_one_warning_a_fix(tmp_path, m
     assert f"SGLANG_PP_MLA_DISABLE={fix}" in run.stderr
 
 
+def test_hicache_maps_that_are_not_given_by_name_are_left_alone(tmp_path):
+    """Else a fork's own call would fail in ours, where the fault alone does not stop it."""
+    folder = "sglang/srt/mem_cache/hybrid_cache"
+    assembler = """
+        def build_hybrid_mamba_stack(params, full_layer_mapping):
+            return full_layer_mapping
+
+        def attach(kvcache):
+            full_layer_mapping = dict(kvcache.full_attention_layer_id_mapping)
+            return build_hybrid_mamba_stack(None, full_layer_mapping)
+        """
+    run = python(
+        tmp_path,
+        """
+        import types
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import attach
+        print(attach(types.SimpleNamespace(full_attention_layer_id_mapping={4: 0})))
+        """,
+        files=FAULTY | {f"{folder}/__init__.py": "", f"{folder}/hybrid_pool_assembler.py": assembler},
+    )
+    assert output(run) == ["{4: 0}"]
+    assert "does not take params and full_layer_mapping and mamba_layer_mapping by name alone" in run.stderr
+
+
+def test_a_builder_that_names_its_runner_otherwise_is_called_as_it_was(tmp_path):
+    package = "sglang/srt/model_executor/model_runner_components"
+    builders = """
+        def build_attention_backends(*, runner):
+            return runner.token_to_kv_pool.get_value_buffer(4)
+
+        def get_attention_backend(runner):
+            return runner.token_to_kv_pool.get_value_buffer(0)
+        """
+    run = python(
+        tmp_path,
+        """
+        from sglang.srt.model_executor.model_runner_components.attention_backend_setup import *
+        runner = Runner()
+        runner.token_to_kv_pool = Pool()
+        print(build_attention_backends(runner=runner), get_attention_backend(runner))
+        """,
+        files=FAULTY | {f"{package}/__init__.py": "", f"{package}/attention_backend_setup.py": builders},
+    )
+    assert output(run) == ["4 4"]
+
+
 def test_a_fix_that_raises_leaves_sglang_as_it_was(tmp_path):
     run = python(
         tmp_path,
