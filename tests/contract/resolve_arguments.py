@@ -394,14 +394,20 @@ def parse_lines(lines: dict[str, list[str]]) -> dict[str, Any]:
     """What SGLang's parser says against each of these lines, nothing where it takes it, and all flags that it has."""
     from sglang.srt.server_args import ServerArgs
 
+    try:
+        from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+    except ModuleNotFoundError:  # where older releases have it
+        from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
+    merge = ConfigArgumentMerger(parser).merge_config_with_args
     refused = {}
     for title, arguments in lines.items():
         said = io.StringIO()
         try:
             with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-                parser.parse_args(arguments)
+                parser.parse_args(merge(arguments) if "--config" in arguments else arguments)
         except SystemExit as stop:
             if stop.code:  # 0 is --help's
                 refused[title] = said.getvalue()

@@ -20,6 +20,7 @@ import pytest
 
 from sglang_pp_mla.rehearsal.environment import KERNEL_LIBRARY
 from tests.contract.documents import ROOT, mentioned_flags, server_lines
+from tests.contract.examples import launches
 from tests.contract.resolve_arguments import COMMANDS, FLAGS, TELLING, table
 
 NAME = "triton_pp"
@@ -39,7 +40,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
         processes = {}
         for title, (arguments, disable) in commands.items():
             folder = tmp_path_factory.mktemp(title)
-            (folder / "lines.json").write_text(json.dumps(server_lines()))
+            (folder / "lines.json").write_text(json.dumps({**server_lines(), **launches()}))
             environment = {
                 **os.environ,
                 "HF_HUB_OFFLINE": "1",
@@ -164,8 +165,9 @@ def test_disabled_the_name_is_refused_by_sglang(started: Started) -> None:
 # The documents
 
 
-def test_sglang_takes_every_line_that_the_documents_start_a_server_with(result: dict[str, Any]) -> None:
+def test_sglang_takes_every_line_that_the_documents_and_examples_start_a_server_with(result: dict[str, Any]) -> None:
     assert len(server_lines()) > 3
+    assert len(launches()) == 3
     assert result["lines"]["refused"] == {}
 
 
@@ -173,7 +175,7 @@ def test_every_flag_that_the_text_names_alone_is_somebodys(result: dict[str, Any
     """SGLang's, a verb's, a tool's or a reproduction's."""
     folders = ("sglang_pp_mla/cli", "tools", "benchmarks", "upstream_repro")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in ("", ".py")]
-    sources = [file.read_text() for file in files if file.is_file()]
+    sources = [file.read_text(errors="replace") for file in files if file.is_file()]
     ours = {flag for source in sources for flag in re.findall(r"[\"'](--[a-z][\w-]*)[\"']", source)}
     known = ours | set(result["lines"]["flags"]) | {"--ipc"}  # Docker's
     assert {flag: places for flag, places in mentioned_flags().items() if flag not in known} == {}
