@@ -21,13 +21,10 @@ _MARKS = {"pass": "ok", "warn": "WARN", "fail": "FAIL", "skip": "-"}
 _STYLES = {"warn": "yellow", "fail": "red", "unrecognised": "red", "skip": "dim", "not needed": "dim"}
 
 
-_SAVE = typer.Option(None, "--save", help="Also write the report to FILE.svg or FILE.html.")
-
-
 def doctor(
     deep: bool = typer.Option(False, "--deep", help="Import SGLang in a child process and ask what it knows."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
-    save_to: Path | None = _SAVE,
+    save_to: Path | None = typer.Option(None, "--save", help="Also write the report to FILE.svg or FILE.html."),
 ) -> None:
     """Say which SGLang is here, which faults it has, what was done about each, and what would stop a server.
 

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ _launches: list[Launch] = []  # inherited by the processes that compile
 
 
 @contextmanager
-def _recorded(path: str) -> Any:
+def _recorded(path: str) -> Iterator[None]:
     """Kernels are launched into the list instead of onto a GPU."""
     from triton.runtime.jit import JITFunction
 

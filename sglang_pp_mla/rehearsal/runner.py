@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_pp_mla.geometry import read_config, text_config
 from sglang_pp_mla.rehearsal.environment import RehearsalError, find_sglang, rehearsal_environment
 from sglang_pp_mla.rehearsal.processes import KeptProcess
 from sglang_pp_mla.rehearsal.progress import Progress, find_death, rank_of, stage_step
@@ -129,13 +130,7 @@ def _prepare(
     if pp_size < 1:
         raise ValueError(f"A pipeline has at least one stage, not {pp_size}; pass pp_size=1 or more.")
     path = Path(model, "config.json")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as a model configuration ({error}).") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is not a model configuration: it holds a {type(config).__name__}, not an object.")
-    layers = (config.get("text_config") or config).get("num_hidden_layers")
+    layers = text_config(read_config(path)).get("num_hidden_layers")
     if not isinstance(layers, int):
         raise ValueError(f"{path} names no num_hidden_layers, so it cannot be split over {pp_size} stages.")
     if partition is not None:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sglang_pp_mla.geometry import MLA_WIDTHS, OTHER_ATTENTION, expert_count_key, is_mla
+from sglang_pp_mla.geometry import MLA_WIDTHS, OTHER_ATTENTION, expert_count_key, is_mla, named
 
 Config = dict[str, Any]
 
@@ -70,7 +70,7 @@ def shrink(
     if isinstance(wrapper, dict):
         if "architectures" not in wrapper and not is_mla(wrapper):
             raise ValueError(
-                f"The wrapper {_name(source)} holds a text_config without MLA that names no architecture; "
+                f"The wrapper {named(source)} holds a text_config without MLA that names no architecture; "
                 "rehearse the text model's own config.json."
             )
         source = wrapper
@@ -82,7 +82,7 @@ def shrink(
     for key, what in _OTHER_ATTENTION.items():
         if source.get(key):
             raise ValueError(
-                f"{_name(source)} has {what} ({key}), which a shrunk model cannot stand for; "
+                f"{named(source)} has {what} ({key}), which a shrunk model cannot stand for; "
                 "rehearse a model whose layers all use full attention."
             )
     if not source.get("architectures"):
@@ -90,7 +90,7 @@ def shrink(
     for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         if not isinstance(source.get(key), int) or isinstance(source[key], bool) or source[key] < 1:
             raise ValueError(
-                f"The configuration of {_name(source)} has {key} = {source.get(key)!r}; "
+                f"The configuration of {named(source)} has {key} = {source.get(key)!r}; "
                 "a positive whole number is needed."
             )
     small = {key: value for key, value in source.items() if key not in _DROPPED}
@@ -118,11 +118,6 @@ def shrink(
     return small
 
 
-def _name(config: Config) -> str:
-    named = config.get("architectures") or [config.get("model_type")]
-    return str(named[0] or "the model")
-
-
 def _within(token: Any, vocab_size: int) -> bool:
     tokens = token if isinstance(token, list) else [token]
     return all(isinstance(one, int) and 0 <= one < vocab_size for one in tokens)
@@ -137,7 +132,7 @@ def _set_layers(small: Config, source: Config, layers: int) -> None:
         if isinstance(value, list) and len(value) == total and total > 1 and key != "architectures":
             if layers > total:
                 raise ValueError(
-                    f"{_name(source)} lists {key} for its {total} layers, so it cannot be given {layers}; "
+                    f"{named(source)} lists {key} for its {total} layers, so it cannot be given {layers}; "
                     f"ask for at most {total}."
                 )
             small[key] = value[:layers]
@@ -151,7 +146,7 @@ def _shrink_mla(small: Config, source: Config, hidden_size: int, heads: int) -> 
     for key in GEOMETRY:
         if not isinstance(source.get(key), int):
             raise ValueError(
-                f"{_name(source)} has kv_lora_rank but {key} = {source.get(key)!r}; "
+                f"{named(source)} has kv_lora_rank but {key} = {source.get(key)!r}; "
                 "an MLA configuration must give all of " + ", ".join(GEOMETRY) + "."
             )
     small["num_key_value_heads"] = heads

@@ -332,7 +332,7 @@ def test_a_partition_that_does_not_add_up_starts_nothing(
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"config\.json cannot be read"):
+    with pytest.raises(ValueError, match=r"config\.json does not exist"):
         run_engine(tmp_path, [[1]])
 
 
