@@ -15,8 +15,10 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from sglang_pp_mla.cli.board import Board
+from sglang_pp_mla.cli.terminal import printable
 from sglang_pp_mla.rehearsal import (
     FORK,
     EngineFailure,
@@ -52,7 +54,7 @@ def demo(
         demonstration = Demonstration(console, stages, partition, timeout)
         same = demonstration.run(installation.version or "of unknown release")
     except (ValueError, RehearsalError) as error:
-        console.print(f"[red]{error}[/red]", soft_wrap=True)
+        typer.echo(printable(str(error)), err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(0 if same else 1)
 
@@ -95,7 +97,7 @@ class Demonstration:
             ):
                 self.console.print("It serves: the Triton backend of this release does not probe layer 0.")
         except EngineFailure as failure:
-            self.console.print(f"[red]{failure}[/red]", soft_wrap=True)
+            self.console.print(Text(str(failure), "red"), soft_wrap=True)
             for line in failure.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]:
                 self.console.print(line, style="dim", markup=False, soft_wrap=True)
 
@@ -115,7 +117,7 @@ class Demonstration:
                             f"The server is up and did not answer: {error}."
                         ) from error
         except EngineFailure as failure:
-            self.console.print(f"[red]{failure}[/red]", soft_wrap=True)
+            self.console.print(Text(str(failure), "red"), soft_wrap=True)
             self.console.print(failure.traceback or failure.log[-3000:], markup=False)
             return None
 
