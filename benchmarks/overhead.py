@@ -86,8 +86,8 @@ def arming(rounds: int, before: str) -> list[float]:
 
 def backend_construction(rounds: int) -> tuple[list[float], list[float]]:
     """Stage 1 of 2 of an MLA model, real pool and real backend: the stock class, and ours with its probes."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "upstream_repro"))
-    import repro_buffer_probe as repro
+    sys.path.insert(0, str(Path(__file__).parents[1] / "upstream_repro" / "buffer-probe"))
+    import repro
 
     repro.run_without_gpu("triton")
     logging.getLogger("sglang_pp_mla").setLevel(logging.WARNING)

@@ -7,7 +7,7 @@
 Starts `sglang.Engine` on the CPU with dummy weights and a DeepseekV3 configuration whose attention
 geometry is the real one (kv_lora_rank 512, rope 64) and whose other sizes are tiny. On SGLang to 0.5.17
 every later stage's attention backend asks its KV pool for layer 0: with 4 + 3 layers, stage 1 dies with
-`IndexError` in `get_value_buffer`. repro_buffer_probe.py shows the same without an engine, in seconds.
+`IndexError` in `get_value_buffer`. buffer-probe/repro.py shows the same without an engine, in seconds.
 
 Real: everything of SGLang, its processes and its kernels (in Triton's interpreter). Replaced: sgl_kernel,
 whose CUDA build cannot be loaded without a driver; the CPU path calls nothing in it.

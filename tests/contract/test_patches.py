@@ -24,7 +24,8 @@ from sglang_pp_mla.releases import RELEASES
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.release("0.5.11")
 PATCHES = ROOT / "patches"
-PROBE = ROOT / "upstream_repro" / "repro_buffer_probe.py"
+PROBE = ROOT / "upstream_repro" / "buffer-probe" / "repro.py"
+RAY = ROOT / "upstream_repro" / "ray-plugins" / "repro.py"
 INSTALLED = version("sglang")
 
 
@@ -364,34 +365,12 @@ def test_upstream_repro_passes_on_the_patched_tree(backend: str, kv: str, tool: 
     assert done.stdout.startswith(f"SGLang {INSTALLED}, {backend} backend")
 
 
-WITNESS = """
-import sys, types
-import repro_buffer_probe
-repro_buffer_probe.run_without_gpu("triton")
-try:
-    import ray
-except ModuleNotFoundError:
-    ray = sys.modules["ray"] = types.ModuleType("ray")
-    ray.remote = lambda actor: actor
-import inspect
-from sglang.srt.ray.scheduler_actor import SchedulerActor
-actor = getattr(SchedulerActor, "__ray_actor_class__", SchedulerActor)
-parameters = inspect.signature(actor.__init__).parameters.values()  # Ray adds one of its own, by keyword only
-ours = [each for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
-actor.__init__(object.__new__(actor), *[None] * (len(ours) - 1))
-"""
-
-
-def test_the_patched_ray_actor_loads_plugins_before_anything_else(tool: ModuleType, tmp_path: Path) -> None:
-    """A plugin ends the process, which only its being loaded can do with this status."""
-    plugin = tmp_path / "plugin"
-    (plugin / "witness-1.dist-info").mkdir(parents=True)
-    (plugin / "witness-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: witness\nVersion: 1\n")
-    (plugin / "witness-1.dist-info/entry_points.txt").write_text("[sglang.srt.plugins]\nwitness = witness:leave\n")
-    (plugin / "witness.py").write_text("def leave():\n    raise SystemExit(77)\n")
+def test_the_patched_ray_actor_loads_plugins(tool: ModuleType, tmp_path: Path) -> None:
+    """That the untouched one does not is for test_upstream_repro.py."""
     path = patched(tool, installed_package(), INSTALLED, tmp_path)
-    done = run_python("-c", WITNESS, path=[path, plugin, PROBE.parent])
-    assert done.returncode == 77, done.stdout + done.stderr
+    done = run_python(RAY, path=[path])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == f"SGLang {INSTALLED}: the Ray actor loads the plugin\n"
 
 
 OVERLAYS = [release for release, overlay in OVERLAY.KNOWN.items() if overlay.base == INSTALLED]

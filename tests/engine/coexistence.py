@@ -24,7 +24,7 @@ from typing import Any
 ORDER, REPRO, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 sys.path.insert(0, REPRO)
 
-import repro_buffer_probe as repro  # noqa: E402
+import repro  # noqa: E402
 
 repro.run_without_gpu("triton")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, sys.argv[1])
-import repro_buffer_probe as repro
+import repro
 
 LENGTHS = (5, 40, 1)
 HEADS = 2

@@ -55,7 +55,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     done = subprocess.run(
         [
             *(sys.executable, *ORDERS[order], "-W", "ignore"),
-            *(str(HERE / "coexistence.py"), order, str(HERE.parents[1] / "upstream_repro"), str(folder)),
+            *(str(HERE / "coexistence.py"), order, str(HERE.parents[1] / "upstream_repro/buffer-probe"), str(folder)),
         ],
         env=environment | {"PYTHONPATH": sysconfig.get_path("purelib")},
         cwd=folder,

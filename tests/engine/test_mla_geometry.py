@@ -23,7 +23,7 @@ def decoded() -> dict[str, dict[str, Any]]:
     done = subprocess.run(
         [
             *(sys.executable, "-P", "-W", "ignore", str(HERE / "decode_geometries.py")),
-            *(str(HERE.parents[1] / "upstream_repro"), *EQUAL_TILES, *OTHERS),
+            *(str(HERE.parents[1] / "upstream_repro" / "buffer-probe"), *EQUAL_TILES, *OTHERS),
         ],
         env={
             **{key: value for key, value in os.environ.items() if key != "SGLANG_PP_MLA_DISABLE"},

@@ -17,7 +17,7 @@ BUILD = """
 import contextlib, json, logging, sys, tempfile, types
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-import repro_buffer_probe as repro
+import repro
 
 repro.run_without_gpu("triton")
 said = []
@@ -122,7 +122,7 @@ print(json.dumps({"built": built, "caps": caps, "shared": shared}))
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BUILD, str(ROOT / "upstream_repro")],
+        [sys.executable, "-W", "ignore", "-c", BUILD, str(ROOT / "upstream_repro" / "buffer-probe")],
         env={key: value for key, value in os.environ.items() if key != "SGLANG_PP_MLA_DISABLE"},
         capture_output=True,
         text=True,

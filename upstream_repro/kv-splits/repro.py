@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """MLA under pipeline parallelism: what a Triton decode keeps for KV splits does not count the heads of a stage.
 
-    python repro_kv_splits.py                                   Kimi K2.6, 188 SMs, 256 slots, no GPU
-    python repro_kv_splits.py --heads 128 --sms 132 --slots 160
+    python repro.py                                   Kimi K2.6, 188 SMs, 256 slots, no GPU
+    python repro.py --heads 128 --sms 132 --slots 160
 
 From 0.5.12 `_mla_decode_kv_splits_cap` lifts --triton-attention-num-kv-splits to the GPU's multiprocessors,
 rounded up to a power of two. The backend keeps fp32 (slots, heads, cap, kv_lora_rank) for its CUDA graphs.

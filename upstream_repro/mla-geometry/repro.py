@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """MLA models other than 512+64 and 256+32: the Triton decode kernel does not compile on the first token.
 
-    python repro_mla_geometry.py                   256+64 (Mistral Small 4), no GPU
-    python repro_mla_geometry.py 512+64 128+64     kv_lora_rank + qk_rope_head_dim of your own
+    python repro.py                   256+64 (Mistral Small 4), no GPU
+    python repro.py 512+64 128+64     kv_lora_rank + qk_rope_head_dim of your own
 
 From 0.5.12 the grouped decode kernel takes an MLA layer's values from its transposed key tile. The launcher
 splits the rope part off that tile for key widths of 576 and 288 only. Elsewhere the tile is the next power

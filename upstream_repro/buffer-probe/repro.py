@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Pipeline stages: attention backends ask the KV pool for layer 0, which later stages do not hold.
 
-    python repro_buffer_probe.py                                  three demonstrations, seconds, no GPU
-    python repro_buffer_probe.py --partition 4,3                  one split of your own
-    python repro_buffer_probe.py --layers 61 --pp-size 8          SGLang's own split of 61 layers over 8
-    python repro_buffer_probe.py --backend wave|aiter --kv mha    other backends, other pool
+    python repro.py                                  three demonstrations, seconds, no GPU
+    python repro.py --partition 4,3                  one split of your own
+    python repro.py --layers 61 --pp-size 8          SGLang's own split of 61 layers over 8
+    python repro.py --backend wave|aiter --kv mha    other backends, other pool
 
 Some backends learn a head size with `token_to_kv_pool.get_value_buffer(0)`. A stage's pool holds only
 layers [start, start + n) and indexes them as `layer_id - start`, so the index is -start:
