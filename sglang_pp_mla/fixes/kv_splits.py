@@ -28,7 +28,7 @@ FIX = Fix(
         "Each split already is one program a tile of 16 heads, so the cap is divided by the head tiles; "
         "tensor-parallel ranks of 16 heads or fewer keep theirs."
     ),
-    upstream=(),
+    upstream=("sgl-project/sglang#20479", "sgl-project/sglang#24762"),
     goes_away="when SGLang's cap counts head tiles, or its partial results no longer grow with slots and cap",
     evidence=evidence,
 )

@@ -50,7 +50,7 @@ FIX = Fix(
         "right only where both tiles are equally wide (512+64, 256+32); other geometries fail to compile on the "
         "first token. They get their values loaded, as up to 0.5.11."
     ),
-    upstream=(),
+    upstream=("sgl-project/sglang#27367", "sgl-project/sglang#27369"),
     goes_away="when SGLang takes values from keys only where the tiles are equally wide",
     evidence=evidence,
     changes=dict.fromkeys(_MODULES, change_decode),

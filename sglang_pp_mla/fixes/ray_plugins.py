@@ -55,7 +55,7 @@ def change_scheduler_actor(module: ModuleType, changes: Changes) -> None:
 FIX = Fix(
     name="ray-plugins",
     why="Ray's scheduler actors do not load plugins, so those that SGLang found elsewhere are absent there.",
-    upstream=(),
+    upstream=("sgl-project/sglang#26723",),
     goes_away="when the oldest supported release loads plugins in srt/ray/scheduler_actor.py; 0.5.23 does not",
     evidence=evidence,
     changes={"sglang.srt.ray.scheduler_actor": change_scheduler_actor},
