@@ -13,7 +13,7 @@ PYTHON := $(shell for p in python3.11 python3 python; do \
 ENV = $(or $(PYTHON),$(error No Python on PATH: install Python 3.11 and try again)) tools/env
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all matrix lint env bench clean
+.PHONY: help demo test test-all matrix lint env bench release-check clean
 
 help: ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -40,6 +40,9 @@ lint: ## ruff, mypy and the rules of the house
 	for check in "ruff check" "ruff format --check" "mypy" "lint-imports --no-logo"; do \
 		printf '\n=== %s ===\n' "$$check"; "$$bin"/$$check || status=1; \
 	done; exit $$status
+
+release-check: ## build what a release uploads, twice, and try it without SGLang; uploads nothing (some minutes)
+	@python="$$($(ENV) publish)" && "$$python" tools/release
 
 env: ## make the environments, and print their interpreters
 	@for release in $(RELEASES); do $(ENV) $$release || exit; done
