@@ -416,6 +416,8 @@ def test_a_process_forked_between_arming_and_import_is_armed(tmp_path):
         """
         import os, sglang, threading
         child = os.fork()
+        if child:
+            os.waitpid(child, 0)  # both write into one pipe
         """,
         IMPORT_ALL,
         STATES,
@@ -424,7 +426,6 @@ def test_a_process_forked_between_arming_and_import_is_armed(tmp_path):
         sys.stdout.flush()
         if not child:
             os._exit(0)
-        os.waitpid(child, 0)
         """,
     )
     assert output(run) == ["triton-pp applied", "buffer-probe applied"] * 2
