@@ -91,6 +91,7 @@ def simple_commands(line: str, where: str, shown: str = "") -> Iterator[Command]
         yield from simple_commands(inner[1], where)
         stands = "python" if inner[1].startswith(("tools/env ", "tools/overlay ")) and " lint" not in inner[1] else "…"
         line = line[: inner.start()] + stands + line[inner.end() :]
+    line = re.sub(r"\s\d>&\d", "", line)
     lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split = True
     words: list[str] = []
@@ -105,7 +106,7 @@ def simple_commands(line: str, where: str, shown: str = "") -> Iterator[Command]
                 at = words.index(sign)
                 reads += [words[at + 1]] if sign == "<" else []
                 del words[at : at + 2]
-        while words and (words[0] == "env" or re.match(r"[A-Z_]+=", words[0])):
+        while words and (words[0] in ("env", "sudo") or re.match(r"[A-Z_]+=", words[0])):
             words.pop(0)
         if words:
             yield Command(where, tuple(words), tuple(reads), piped, shown)

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from sglang_pp_mla.cli import VERBS, app
 from sglang_pp_mla.fixes import BUILT_IN, BY_BACKEND
 from sglang_pp_mla.rehearsal.shrink import kimi_k26
+from tests.contract import examples
 from tests.contract.documents import (
     DOCUMENTS,
     OF_TODAY,
@@ -48,27 +49,30 @@ RUN = ("diagnose", "doctor", "plan")
 LONG = ("kernelfit", "preflight")
 
 NOT_RUN = {
-    "cat": "a filter",
     "cd": "nothing to check",
-    "curl": "asks a server that is up",
     "dirname": "nothing to check",
-    "docker": "there is no Docker here; diagnose reads such a log in tests/unit/test_diagnose.py",
+    "docker": "there is no Docker here; diagnose reads such a log in tests/unit/test_diagnose.py, and what it is given "
+    "is for tests/contract/test_examples.py",
     "grep": "a filter",
+    "install": "changes the machine",
     "journalctl": "there is no systemd here; diagnose reads such a log in tests/unit/test_cli_diagnose.py",
-    "kubectl": "there is no cluster here; the manifests are tested by themselves",
+    "kubectl": "there is no cluster here; what it is given is for tests/contract/test_examples.py",
     "mkdir": "nothing to check",
     "pre-commit": "writes into .git; what it calls is `make lint`",
-    "sudo": "changes the machine",
-    "systemctl": "there is no systemd here; the unit is tested by itself",
-    "tee": "a filter",
+    "systemctl": "there is no systemd here; the unit itself is for tests/contract/test_examples.py",
     "tar": "packs what tests/contract/test_mla_decode_benchmark.py lays out and runs",
+    "tee": "a filter",
+    "useradd": "changes the machine",
 }
-"""What is in the documents and neither run nor parsed, and why. One that no document has fails as well."""
+"""What is neither run nor parsed, and why; that the files it names are there is looked at. None may be idle."""
 
 SHOWN_ELSEWHERE = {
     "doctor": "shows an installation that is broken on purpose; tests/unit/test_doctor.py makes such ones",
 }
 """Verbs whose transcripts are of another machine."""
+
+
+FOLDERS = sorted(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
 # What a command is, and what is wrong with it
@@ -136,13 +140,10 @@ def verb_of(name: str) -> Any:
     return group.get_command(click.Context(group), name)
 
 
-def script_of(command: Command) -> tuple[Path, list[str]]:
-    """The file that a command runs, and its arguments; the document's folder is looked in as well."""
+def script_of(command: Command) -> Path | None:
+    """The file that a command runs; the document's folder is looked in as well."""
     words = [word for word in command.words if word not in ("python", "-P")]
-    for folder in (ROOT, command.folder):
-        if (folder / words[0]).is_file():
-            return folder / words[0], words[1:]
-    raise ValueError(f"{command}: there is no {words[0]}")
+    return next((folder / words[0] for folder in (ROOT, command.folder) if (folder / words[0]).is_file()), None)
 
 
 def made_by_make(command: Command) -> list[Command]:
@@ -164,7 +165,7 @@ def made_by_make(command: Command) -> list[Command]:
 
 def check_pytest(command: Command) -> None:
     markers = set(re.findall(r'^ +"(\w+)(?:\(\w+\))?: ', (ROOT / "pyproject.toml").read_text(), re.M))
-    words = iter(arguments(command) if command.words[0] == "python" else command.words[1:])
+    words = iter(arguments(command))
     for word in words:
         if word == "-m":
             unknown = set(re.findall(r"\w+", next(words))) - markers - {"and", "or", "not"}
@@ -176,7 +177,7 @@ def check_pytest(command: Command) -> None:
 
 
 def check_pip(command: Command) -> None:
-    words = arguments(command) if command.words[0] == "python" else list(command.words[1:])
+    words = arguments(command)
     assert words[0] in ("install", "uninstall", "show", "check"), command
     for word in words[1:]:
         if word != "." and not word.startswith("-"):
@@ -189,6 +190,13 @@ def check_patch(command: Command) -> None:
     assert len(named) == 1, f"{command}: no patch, or more than one"
     path = named[0].removeprefix("../sglang-pp-mla/")
     assert any((folder / path).is_file() for folder in (ROOT, command.folder)), f"{command}: there is no {path}"
+
+
+def check_files(command: Command) -> None:
+    """The files of this repository that a command is given."""
+    for word in command.words[1:]:
+        if word.partition("/")[0] in FOLDERS:
+            assert (ROOT / word).exists(), f"{command}: there is no {word}"
 
 
 # Commands
@@ -238,9 +246,7 @@ def test_every_command_is_one_that_is_checked(path: Path) -> None:
 
 
 def test_no_reason_is_idle() -> None:
-    found = {command.words[0].rpartition("/")[2] for command in every("not run")}
-    later = {"cat", "cd", "curl", "kubectl", "mkdir", "sudo", "systemctl"}  # in documents that may come or go
-    assert NOT_RUN.keys() - found <= later
+    assert {command.words[0].rpartition("/")[2] for command in every("not run")} == NOT_RUN.keys()
 
 
 @pytest.mark.parametrize("command", [each for each in every("verb") if each.words[1] not in RUN], ids=ids)
@@ -277,24 +283,22 @@ def test_make_has_the_target(command: Command) -> None:
 
 def test_scripts_take_their_arguments(tmp_path: Path) -> None:
     """Tools, benchmarks and reproductions, each run as far as its own parser, in one process for all of them."""
-    asked = [
-        *every("script"),
-        *(each for made in every("make") for each in made_by_make(made) if kind(each) == "script"),
-    ]
-    scripts = {str(command): script_of(command) for command in asked}
-    mentioned = {
-        f"{where}: {code}": script_of(command) for where, command, code in named_commands() if kind(command) == "script"
-    }
-    parsing = {
-        title: (path, given)
-        for title, (path, given) in {**mentioned, **scripts}.items()
-        if "ArgumentParser" in path.read_text()
-    }
-    for title, (_path, given) in {**mentioned, **scripts}.items():
-        assert title in parsing or not any(word.startswith("-") for word in given), f"{title}: it takes no flags"
+    by_make = [each for command in every("make") for each in made_by_make(command) if kind(each) == "script"]
+    named = [command for _where, command in named_commands() if kind(command) == "script"]
+    wrong: dict[str, str] = {}
+    parsing: dict[Command, Path] = {}
+    for command in (*every("script"), *by_make, *named):
+        path = script_of(command)
+        if path is None:
+            wrong[str(command)] = "there is no such file"
+        elif "ArgumentParser" in path.read_text():
+            parsing[command] = path
+        elif any(word.startswith("-") for word in command.words[1:]):
+            wrong[str(command)] = "it takes no flags"
     for release in ("0.5.11", "0.5.23"):  # folders that a benchmark is given
         (tmp_path / release).mkdir()
-    work = [[str(path), given if title in scripts else ["--help"]] for title, (path, given) in parsing.items()]
+    # What the text names need not be whole: its flags alone are looked at.
+    work = [[str(path), ["--help"] if each in named else arguments(each)] for each, path in parsing.items()]
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("take_arguments.py")],
         input=json.dumps(work),
@@ -304,28 +308,33 @@ def test_scripts_take_their_arguments(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert done.returncode == 0, done.stderr
-    answers = dict(zip(parsing, json.loads(done.stdout), strict=True))
-    assert {title: answer["said"] for title, answer in answers.items() if answer["said"]} == {}
-    for title in mentioned.keys() & answers.keys():
-        flags = {word.partition("=")[0] for word in parsing[title][1] if word.startswith("-")}
-        assert flags <= set(answers[title]["options"]), f"{title}: no such flag"
+    for command, answer in zip(parsing, json.loads(done.stdout), strict=True):
+        flags = {word.partition("=")[0] for word in arguments(command) if word.startswith("-")}
+        if answer["said"]:
+            wrong[str(command)] = answer["said"]
+        elif command in named and not flags <= set(answer["options"]):
+            wrong[str(command)] = "it has no such flag"
+    assert not wrong, "\n".join(f"{command}: {what}" for command, what in wrong.items())
 
 
-@pytest.mark.parametrize("command", every("pip", "pytest", "patch", "code"), ids=ids)
+@pytest.mark.parametrize("command", every("pip", "pytest", "patch", "code", "not run"), ids=ids)
 def test_what_others_run(command: Command) -> None:
     """pip's is for tests/unit/test_wheel.py, a patch for test_patches.py; here that what they name is there."""
-    checks: dict[str, Callable[[Command], None]] = {"pip": check_pip, "pytest": check_pytest, "patch": check_patch}
-    if kind(command) == "code":
-        compile(command.words[-1], str(command), "exec")
-    else:
-        checks[kind(command)](command)
+    checks: dict[str, Callable[[Command], None]] = {
+        "code": lambda command: compile(command.words[-1], str(command), "exec"),
+        "not run": check_files,
+        "patch": check_patch,
+        "pip": check_pip,
+        "pytest": check_pytest,
+    }
+    checks[kind(command)](command)
 
 
 # Text
 
 
-def named_commands() -> list[tuple[str, Command, str]]:
-    """Commands of ours that the text names: where, the command, and the code as it stands there."""
+def named_commands() -> list[tuple[str, Command]]:
+    """Commands of ours that the text names, and where."""
     found = []
     for path in OF_TODAY:
         for where, code in spans(path):
@@ -337,12 +346,12 @@ def named_commands() -> list[tuple[str, Command, str]]:
                 if words[0].endswith(".py"):
                     code = f"python {code}"
                 with contextlib.suppress(ValueError):  # quotes that do not close: a part of a command
-                    found += [(where, each, code) for each in simple_commands(code, where)]
-    return [(where, command, code) for where, command, code in found if kind(command) in ("verb", "make", "script")]
+                    found += [(where, each) for each in simple_commands(code, where)]
+    return [(where, command) for where, command in found if kind(command) in ("verb", "make", "script")]
 
 
 def test_verbs_in_the_text_exist_and_have_the_flags() -> None:
-    verbs = [(where, command) for where, command, _code in named_commands() if kind(command) == "verb"]
+    verbs = [(where, command) for where, command in named_commands() if kind(command) == "verb"]
     assert len(verbs) > 10
     options = {verb: {"--help", *(name for each in verb_of(verb).params for name in each.opts)} for verb in VERBS}
     for where, command in verbs:
@@ -354,7 +363,7 @@ def test_verbs_in_the_text_exist_and_have_the_flags() -> None:
 
 
 def test_targets_of_make_in_the_text_exist() -> None:
-    for _where, command, _code in named_commands():
+    for _where, command in named_commands():
         if kind(command) == "make":
             made_by_make(command)
 
@@ -371,9 +380,6 @@ def test_links_lead_somewhere(path: Path) -> None:
         if anchor:
             assert there.suffix == ".md", f"{where}: {target} is no document, so it has no anchors"
             assert anchor in anchors(there), f"{where}: {file or name_of(path)} has no heading for #{anchor}"
-
-
-FOLDERS = sorted(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
 @pytest.mark.parametrize("path", OF_TODAY, ids=name_of)
@@ -415,3 +421,17 @@ def test_the_table_names_the_modules_that_each_fix_waits_for() -> None:
         modules = re.findall(r"`(.+?)`", row)
         named[name] = {each if each.startswith("sglang.") else f"sglang.srt.{each}" for each in modules}
     assert named == {fix.name: set(fix.changes) for fix in (*BUILT_IN, *BY_BACKEND)}
+
+
+# docs/serve-kimi-k2.md
+
+
+def test_the_page_starts_what_the_examples_start() -> None:
+    (command,) = (each for each in commands(ROOT / "docs/serve-kimi-k2.md") if is_sglang(each.words))
+    given = dict(re.findall(r"--([a-z-]+) ?([^- ]\S*)?", " ".join(command.words)))
+    flags = {name: "" if value is True else str(value) for name, value in examples.flags().items()}
+    assert given.items() <= flags.items()
+    assert given.keys() >= flags.keys() - {"served-model-name", "host", "port"}
+    (partition,) = examples.environment().values()
+    text = (ROOT / "docs/serve-kimi-k2.md").read_text()
+    assert f"\nSGLANG_PP_LAYER_PARTITION={partition} python -m sglang.launch_server" in text
