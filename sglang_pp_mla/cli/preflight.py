@@ -210,7 +210,7 @@ def _print_end(console: Console, deployment: Deployment, model: str, good: bool)
         console.print(Text(f"\nDo not start it yet: {', '.join(failed)} failed.", "red"))
         return
     console.print(Text("\nStart it with", "bold"))
-    console.print(Text(launch_line(deployment, model)), soft_wrap=True)
+    console.print(Text(launch_line(deployment, model)), soft_wrap=not console.record)
 
 
 def launch_line(deployment: Deployment, model: str) -> str:

@@ -73,6 +73,26 @@ def test_the_tokens_are_the_references(geometry: str, pp_size: int, decode: str,
 
 
 @pytest.mark.longest
+def test_a_cache_in_bf16_gives_the_same_tokens(witnesses: Any) -> None:
+    """In the flat decode: Triton's interpreter multiplies the bit patterns of bf16, and stock hands it those.
+
+    SGLang refuses an fp8 cache for MLA on a CPU; the kernels' own tests have it.
+    """
+    witness = witnesses("512+64")
+    with engine(
+        witness.folder,
+        attention_backend="triton_pp",
+        pp_size=2,
+        engine_args={"kv_cache_dtype": "bf16"},
+        on_progress=show,
+        env={**FORK, "SGLANG_PP_MLA_DECODE": "flat"},
+    ) as running:
+        answers = running.generate(PROMPTS, max_new_tokens=NEW_TOKENS)
+    # A bf16 number has eight bits; in float32 the largest difference is below 1e-4.
+    assert assert_same(answers, witness.of(PROMPTS), tolerance=0.05) > 1e-3
+
+
+@pytest.mark.longest
 def test_stock_dies_on_the_first_token(witnesses: Any, sglang_release: Version) -> None:
     if sglang_release < Version("0.5.12"):
         pytest.skip(f"SGLang {sglang_release} loads the values by themselves")
