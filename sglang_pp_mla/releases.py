@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from packaging.version import InvalidVersion, Version
+
 RELEASES: tuple[str, ...] = (
     "0.5.3",
     "0.5.3.post1",
@@ -55,10 +57,11 @@ class Span:
     last: str | None = None
 
     def __contains__(self, release: object) -> bool:
-        if release not in RELEASES:  # newer than the newest known
+        try:
+            number = Version(Version(str(release)).public)
+        except InvalidVersion:  # of a build of one's own; such are newer than any release
             return self.last is None
-        last = self.last or RELEASES[-1]
-        return RELEASES.index(self.first) <= RELEASES.index(str(release)) <= RELEASES.index(last)
+        return Version(self.first) <= number and (self.last is None or number <= Version(self.last))
 
 
 ALWAYS = Span(RELEASES[0])

@@ -94,8 +94,10 @@ PROBE_REPAIRED = repaired_in("buffer-probe", "srt/layers/attention/triton_backen
 MLA_GEOMETRY = FAULTS["mla-geometry"]["srt/layers/attention/triton_ops/decode_attention.py"].first
 NEWEST = RELEASES[-1]
 
+# Until the package is on an index.
+_INSTALL = "`python -m pip install .` in a clone of sglang-pp-mla"
 _PROBE_REMEDY = (
-    "`python -m pip install sglang-pp-mla` with the Python that runs SGLang, on every host, and start with "
+    f"{_INSTALL}, with the Python that runs SGLang, on every host, and start with "
     f"--attention-backend triton_pp; or upgrade SGLang: fixed upstream in {PROBE_REPAIRED} for Triton alone, AITER "
     f"and Wave still ask in {NEWEST}"
 )
@@ -244,7 +246,7 @@ BUILT_IN: tuple[Signature, ...] = (
         "mla-geometry",
         "The Triton decode kernel takes the values from the key tile, whose padded width is not theirs; no fault of "
         "the pipeline.",
-        "`python -m pip install sglang-pp-mla` with the Python that runs SGLang and start again with "
+        f"{_INSTALL}, with the Python that runs SGLang, and start again with "
         f"--attention-backend triton_pp; SGLang has this from {MLA_GEOMETRY} on, {NEWEST} included",
         (
             frame(r"decode_attention\.py"),
@@ -315,7 +317,7 @@ BUILT_IN: tuple[Signature, ...] = (
     Signature(
         "package-missing",
         "SGLang does not know triton_pp: sglang-pp-mla is not in the Python that runs it, or is switched off.",
-        "`python -m pip install sglang-pp-mla` with that Python, on every host, and see that SGLANG_PP_MLA_DISABLE "
+        f"{_INSTALL}, with that Python, on every host, and see that SGLANG_PP_MLA_DISABLE "
         "is not set; `python -m sglang.launch_server --help | grep triton_pp` must find it",
         (
             matches(

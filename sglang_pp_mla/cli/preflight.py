@@ -228,4 +228,6 @@ def launch_line(deployment: Deployment, model: str) -> str:
         words += ["--tp-size", str(deployment.tp_size)]
     words += ["--attention-backend", deployment.backend]
     line = " ".join([shlex.join(words), *([deployment.sglang_args] if deployment.sglang_args else [])])
-    return f"SGLANG_PP_LAYER_PARTITION={deployment.partition} {line}" if deployment.partition else line
+    if not deployment.partition:
+        return line
+    return f"SGLANG_PP_LAYER_PARTITION={','.join(str(len(stage.layers)) for stage in deployment.stages)} {line}"

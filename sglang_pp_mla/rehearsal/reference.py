@@ -74,9 +74,12 @@ def write_model(config: dict[str, Any], folder: Path, *, seed: int = 0, shards_o
             f"There is a reference for DeepseekV3ForCausalLM only, not for {architecture}; "
             "compare such a model with itself at pipeline size 1."
         )
+    from transformers.utils.logging import disable_progress_bar
+
     model = _model(config)
     seed_weights(model, seed)
     folder.mkdir(parents=True, exist_ok=True)
+    disable_progress_bar()  # the caller shows how far it is
     model.save_pretrained(str(folder), max_shard_size=shards_of)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return model

@@ -24,7 +24,7 @@ from packaging.version import Version
 
 from sglang_pp_mla.fixes import BUILT_IN, Changes
 from sglang_pp_mla.fixes.buffer_probe import FIX
-from sglang_pp_mla.releases import FAULTS, MODULES, RELEASES
+from sglang_pp_mla.releases import FAULTS, MODULES, RELEASES, Span
 from tests.contract.contract import RUNNER, Report, Wheel, changes, judge
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -274,3 +274,21 @@ def test_a_release_that_is_not_listed_is_judged_like_the_newest(tmp_path: Path) 
     assert second.count("  missing\n") == 1
     assert "srt/server_args.py: triton-pp does not recognise it" in second
     assert run_tool("--check", good).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("release", "to_0_5_11", "from_0_5_12"),
+    [
+        ("0.5.11", True, False),
+        ("0.5.11+cu130", True, False),
+        ("0.5.2", False, False),
+        ("0.5.12.dev3", False, False),
+        ("0.5.24.dev7+g1234567", False, True),
+        ("a build of one's own", False, True),
+    ],
+)
+def test_a_version_that_is_no_known_release_is_judged_by_its_number(
+    release: str, to_0_5_11: bool, from_0_5_12: bool
+) -> None:
+    assert (release in Span("0.5.3", "0.5.11")) is to_0_5_11
+    assert (release in Span("0.5.12")) is from_0_5_12

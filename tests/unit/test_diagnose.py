@@ -147,7 +147,7 @@ def test_says_what_the_first_incident_needs() -> None:
     assert "wraps silently" in reading.remedy
     assert "PP3 and PP4 said nothing" in reading.remedy
     assert "fixed upstream in 0.5.18" in reading.remedy
-    assert "pip install sglang-pp-mla" in reading.remedy
+    assert "pip install .` in a clone of sglang-pp-mla" in reading.remedy
 
 
 def test_a_likely_reading_names_the_command_that_settles_it() -> None:

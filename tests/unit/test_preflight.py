@@ -369,7 +369,7 @@ def test_without_sglang_what_needs_none_is_checked_and_the_rest_skipped(laptop: 
 def test_the_end_is_a_launch_command_or_what_failed(laptop: Command, tmp_path: Path) -> None:
     model = DATA / "deepseek-v3.json"
     flags = ["--kv-cache-dtype fp8_e4m3", "--tp-size", "2"]
-    good = laptop(model, "--pp-size", 2, "--partition", "31,30", "--sglang-args", *flags)
+    good = laptop(model, "--pp-size", 2, "--partition", "31, 30", "--sglang-args", *flags)
     assert good.returncode == 0
     assert good.stdout.splitlines()[-1] == (
         "SGLANG_PP_LAYER_PARTITION=31,30 python -m sglang.launch_server --model-path MODEL --pp-size 2 "
