@@ -86,12 +86,12 @@ class File:
 
 
 class Unit:
-    """The journal of a systemd unit, from its last thousand lines on."""
+    """The journal of a systemd unit's present run, from its last thousand lines on."""
 
     def __init__(self, name: str) -> None:
         if not name or name.startswith("-"):
             raise FollowError(f"{name!r} is no unit's name; write unit:NAME")
-        command = ["journalctl", "--follow", "--unit", name, "--lines", "1000", "--no-pager"]
+        command = ["journalctl", "--follow", "--unit", name, "--lines", "1000", "--no-pager", *_since_start(name)]
         try:
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         except FileNotFoundError:
@@ -115,6 +115,19 @@ class Unit:
         if self._process.poll() is None:
             self._process.terminate()
             self._process.wait()
+
+
+def _since_start(unit: str) -> list[str]:
+    """journalctl's ``--since`` for the run that systemd knows of: how the one before ended must not be read as this one.
+
+    Empty where systemd does not tell, as in a container.
+    """
+    command = ["systemctl", "show", "--property", "InactiveExitTimestamp", "--value", "--", unit]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return ["--since", said] if said else []
 
 
 def follow(target: str, diagnosis: Diagnosis, timeout_s: float | None) -> Reading:

@@ -232,28 +232,36 @@ def test_the_time_is_up(tmp_path: Path) -> None:
     assert time.monotonic() - began < 10
 
 
-def journalctl(folder: Path, script: str) -> dict[str, str]:
-    """A stand-in for what this machine may lack, on PATH."""
-    path = folder / "journalctl"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+def on_path(folder: Path, **scripts: str) -> str:
+    """PATH with stand-ins first, for what this machine may lack."""
+    for name, script in scripts.items():
+        path = folder / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
 
 
-def test_a_unit_of_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+STARTED = "Mon 2026-11-30 05:00:00 UTC"
+
+
+@pytest.mark.parametrize(
+    ("systemctl", "since"), [(f"echo '{STARTED}'", f" --since {STARTED}"), ("echo", ""), ("echo no bus >&2; exit 1", "")]
+)
+def test_a_unit_of_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, systemctl: str, since: str) -> None:
     log = LOGS / "wrapped-journal.log"
-    script = f'test "$*" = "--follow --unit sglang --lines 1000 --no-pager" && cat {log} && exec sleep 60'
-    monkeypatch.setenv("PATH", journalctl(tmp_path, script)["PATH"])
+    script = f'test "$*" = "--follow --unit sglang --lines 1000 --no-pager{since}" && cat {log} && exec sleep 60'
+    asked = 'test "$*" = "show --property InactiveExitTimestamp --value -- sglang" && '
+    monkeypatch.setenv("PATH", on_path(tmp_path, journalctl=script, systemctl=asked + systemctl))
     answer = run("--follow", "unit:sglang", "--timeout", 60, "--json")
     assert answer.exit_code == 1
     assert json.loads(answer.stdout)["verdict"] == "buffer-probe"
 
 
 def test_a_unit_whose_journal_ends_or_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", journalctl(tmp_path, "echo 'No journal files' >&2; exit 1")["PATH"])
+    monkeypatch.setenv("PATH", on_path(tmp_path, journalctl="echo 'No journal files' >&2; exit 1"))
     answer = run("--follow", "unit:sglang")
     assert (answer.exit_code, answer.stderr.strip()) == (2, "journalctl ended with 1: No journal files.")
-    monkeypatch.setenv("PATH", journalctl(tmp_path, f"cat {LOGS / 'starting.log'}")["PATH"])
+    monkeypatch.setenv("PATH", on_path(tmp_path, journalctl=f"cat {LOGS / 'starting.log'}"))
     answer = run("--follow", "unit:sglang")
     assert answer.exit_code == 1
     assert "the log ended" in answer.stdout.replace("\n", " ")
