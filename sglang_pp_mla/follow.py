@@ -118,7 +118,7 @@ class Unit:
 
 
 def _since_start(unit: str) -> list[str]:
-    """journalctl's ``--since`` for the run that systemd knows of: how the one before ended must not be read as this one.
+    """journalctl's ``--since`` for the run that systemd knows of: the end of the one before is not this one's.
 
     Empty where systemd does not tell, as in a container.
     """

@@ -245,7 +245,8 @@ STARTED = "Mon 2026-11-30 05:00:00 UTC"
 
 
 @pytest.mark.parametrize(
-    ("systemctl", "since"), [(f"echo '{STARTED}'", f" --since {STARTED}"), ("echo", ""), ("echo no bus >&2; exit 1", "")]
+    ("systemctl", "since"),
+    [(f"echo '{STARTED}'", f" --since {STARTED}"), ("echo", ""), ("echo no bus >&2; exit 1", "")],
 )
 def test_a_unit_of_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, systemctl: str, since: str) -> None:
     log = LOGS / "wrapped-journal.log"
