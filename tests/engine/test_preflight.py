@@ -139,6 +139,6 @@ def test_the_rehearsal_compares_two_stages_with_one(kimi: dict[str, Any]) -> Non
     assert rehearsal is not None
     assert rehearsal.identical
     assert rehearsal.tokens == rehearsal.tokens_pp1
-    assert [len(tokens) for tokens in rehearsal.tokens] == [3, 3]
+    assert [len(tokens) for tokens in rehearsal.tokens] == [2, 2]
     steps = {(size, each.rank) for size, each in heard if each.kind == "stage"}
     assert {(2, 0), (2, 1), (1, 0)} <= steps

@@ -114,12 +114,15 @@ def _run_the_shadowed_one():
 
 
 def _fork_instead_of_spawn():
-    """Let SGLang's processes fork from the one that has imported it, where they would each import it anew."""
+    """Let SGLang's processes fork from one that has imported all of it, where they would each import it anew."""
     import multiprocessing
 
     set_start_method = multiprocessing.set_start_method
 
     def set_forking_start_method(method, force=False):
+        if method == "spawn" and "sglang.srt" in sys.modules:
+            # Every model's module, eight seconds of CPU time: else each stage imports them for itself.
+            importlib.import_module("sglang.srt.models.registry")
         set_start_method("fork" if method == "spawn" else method, force=force)
 
     multiprocessing.set_start_method = set_forking_start_method
