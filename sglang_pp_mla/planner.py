@@ -29,6 +29,8 @@ RUNTIME_BYTES = 2 * GIB
 MULTIPROCESSORS = 188
 """Of the largest GPU we know of; the decode workspace grows with them, so this errs on the safe side."""
 KV_DTYPE_BYTES = {"bf16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+TRITON = ("triton", "triton_pp")
+"""The backends whose buffers are known here."""
 KV_SPLITS = 8
 """SGLang's default of ``--triton-attention-num-kv-splits``."""
 
@@ -424,7 +426,7 @@ def make_plan(
     default = tuple(len(stage.layers) for stage in stages)
     best = tuple(partition) if partition else best_partition(budget, default)
     if best is None:
-        counts = _least_lacking(model, weights, deployment, budget, default)
+        counts = _least_lacking(model, deployment, budget, default)
         raise _does_not_fit(deployment, budget, counts, "in the best partition", _remedy(model, weights, deployment))
     if not budget.tokens(best):
         remedy = "have `sglang-pp-mla plan` find the partition, or use more or larger GPUs"
@@ -441,8 +443,8 @@ def _plan(
     splits, stock = decode_splits(model, deployment, slots, context)
     table = request_table(tokens, context, deployment.max_running)
     # Of other backends' buffers nothing is known here; they come out of the reserve.
-    has_workspace = deployment.attention_backend in ("triton", "triton_pp")
-    workspace = table + (decode_workspace(model, deployment, splits, slots, context) if has_workspace else 0)
+    known = deployment.attention_backend in TRITON
+    workspace = table + (decode_workspace(model, deployment, splits, slots, context) if known else 0)
     stages = []
     for rank, (start, end) in enumerate(_bounds(best)):
         weight = budget.weights.stage(start, end)
@@ -485,9 +487,7 @@ def _plan(
     )
 
 
-def _least_lacking(
-    model: Model, weights: Weights, deployment: Deployment, budget: Budget, default: tuple[int, ...]
-) -> tuple[int, ...]:
+def _least_lacking(model: Model, deployment: Deployment, budget: Budget, default: tuple[int, ...]) -> tuple[int, ...]:
     """The partition whose fullest GPU has the most left, where none has enough."""
     # With cells of no size the search is for that alone.
     weightless = replace(budget, token_bytes=(0,) * model.num_layers)

@@ -20,18 +20,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from packaging.version import Version
 
+from sglang_pp_mla import planner
 from sglang_pp_mla.backend_probes import backends, probes_of
 from sglang_pp_mla.geometry import Model
 from sglang_pp_mla.model_class import ModelClass, find_model_class
+from sglang_pp_mla.planner import TRITON
 from sglang_pp_mla.releases import RELEASES, Span
 from sglang_pp_mla.stage import Stage, default_partition, parse_partition
+from sglang_pp_mla.weights import weights_of
 
 if TYPE_CHECKING:
     from sglang_pp_mla.kernelfit import Gpu
     from sglang_pp_mla.rehearsal import EngineRun, Installation, Progress
     from sglang_pp_mla.rehearsal.examination import Examination
 
-TRITON = ("triton", "triton_pp")
 _Number = TypeVar("_Number", int, float)
 _REMAINDER_LAST = Span("0.5.3", "0.5.5.post3")
 _NEW_TOKENS = 2  # one by the prefill, one by a decode
@@ -120,7 +122,8 @@ class Deployment:
 
     @property
     def release(self) -> str:
-        return (self.installation.version if self.installation else None) or "newest"
+        """SGLang's, as installed; without it, the newest known."""
+        return (self.installation.version if self.installation else None) or RELEASES[-1]
 
     @property
     def sglang(self) -> Path:
@@ -290,16 +293,13 @@ def check_heads(deployment: Deployment) -> Iterable[Verdict]:
 
 def check_memory(deployment: Deployment) -> Iterable[Verdict]:
     """The weights of every stage leave room for KV tokens on the named GPU, by SGLang's own arithmetic."""
-    from sglang_pp_mla import planner
-    from sglang_pp_mla.weights import weights_of
-
     gpu, model, stages = deployment.gpu, deployment.model, deployment.stages
     if gpu is None or gpu.name == gpu.capability.name:
         return [Verdict("memory", "skip", "no GPU product is named", "Name it, as in --gpu 'RTX PRO 6000'.")]
     try:
         wanted = planner.Deployment(
             gpu_bytes=(gpu.memory * planner.GIB,) * len(stages),
-            release=Version(RELEASES[-1] if deployment.release == "newest" else deployment.release),
+            release=Version(deployment.release),
             tp_size=deployment.tp_size,
             attention_backend=deployment.backend,
             kv_cache_dtype=deployment.flag("--kv-cache-dtype", "auto"),
